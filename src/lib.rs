@@ -1,0 +1,3 @@
+//! JobRequest: background jobs as Kubernetes resources, run from one Postgres queue.
+
+pub mod kinds;
