@@ -1,0 +1,366 @@
+"""What the scripts of this directory share: the cache, progress lines, ports, processes. Python's standard library only."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import pathlib
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+HELM_VERSION = "v4.3.2"
+
+# --- progress and failure -------------------------------------------------------------------------------------------
+
+
+class Failed(Exception):
+    """A step that failed: what to say, and the log to read."""
+
+    def __init__(self, message, log=None):
+        super().__init__(message)
+        self.log = log
+
+
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(function):
+    """Runs a script's main function; a failure becomes a few clear lines and exit code 1."""
+    try:
+        sys.exit(function(sys.argv[1:]))
+    except Failed as failure:
+        say(f"FAILED: {failure}")
+        if failure.log and pathlib.Path(failure.log).exists():
+            lines = pathlib.Path(failure.log).read_text(errors="replace").splitlines()[-12:]
+            for line in lines:
+                say(f"    | {line[:400]}")
+            say(f"  its log: {failure.log}")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        say("interrupted")
+        sys.exit(130)
+
+
+@contextlib.contextmanager
+def step(text):
+    """One progress line with the time that the step took. What the step adds to the yielded list ends the line."""
+    start, more = time.monotonic(), []
+    yield more
+    say(f"  {text}{''.join(f', {m}' for m in more)} ({time.monotonic() - start:.1f} s)")
+
+
+def run_logged(what, command, log, **options):
+    """Runs a long command with its output in a log, and shows every ten seconds that it's alive."""
+    log = pathlib.Path(log)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    say(f"  {what} ...")
+    start = time.monotonic()
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, **options)
+        while True:
+            try:
+                code = process.wait(10)
+                break
+            except subprocess.TimeoutExpired:
+                lines = log.read_text(errors="replace").splitlines()
+                say(f"    {time.monotonic() - start:4.0f} s, {len(lines)} lines: {lines[-1][:90] if lines else ''}")
+            except BaseException:
+                process.kill()
+                raise
+    if code != 0:
+        raise Failed(f"{what}: {command[0]} ended with {code}", log)
+    say(f"  {what}: done ({time.monotonic() - start:.1f} s)")
+
+
+# --- programs -------------------------------------------------------------------------------------------------------
+
+
+def need(program, install):
+    if not shutil.which(program):
+        raise Failed(f"{program} is missing; install it: {install}")
+
+
+def apt_install(*packages):
+    """Installs Debian packages, as root; anyone else is told the command."""
+    command = f"apt-get install -y --no-install-recommends {' '.join(packages)}"
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        raise Failed(f"missing here: {' '.join(packages)}; install it: sudo {command}")
+    env = dict(os.environ, DEBIAN_FRONTEND="noninteractive")
+    run_logged("apt-get update", ["apt-get", "update"], cache() / "apt-update.log", env=env)
+    run_logged(command, command.split(), cache() / "apt-install.log", env=env)
+
+
+def cache():
+    """Where big builds are kept, outside the tree, so that the next clone finds them."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    directory = pathlib.Path(os.environ.get("JOBREQUEST_CACHE") or os.path.join(home, "jobrequest")).absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+@contextlib.contextmanager
+def lock(path, waiting):
+    """Holds a lock file; says what it waits for if another process has it. Children don't inherit it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"  {waiting}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def build_once(directory, what, build):
+    """Has build(new) fill a directory that gets its final name only when whole: an interrupted build is done again."""
+    if directory.exists():
+        return directory
+    with lock(directory.with_name(directory.name + ".lock"), f"waiting for another build: {what}"):
+        if not directory.exists():
+            new = directory.with_name(directory.name + ".new")
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir(parents=True)
+            build(new)
+            new.rename(directory)
+    return directory
+
+
+def kubernetes_version():
+    for line in (HERE / "go.mod").read_text().splitlines():
+        words = line.replace("require", "").split()
+        if len(words) == 2 and words[0] == "k8s.io/kubernetes":
+            return words[1]
+    raise Failed("go.mod doesn't name k8s.io/kubernetes")
+
+
+def cluster_bin():
+    """The directory with the cluster's programs, built if need be; one for each state of its sources."""
+    digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in ("main.go", "go.mod", "go.sum")))
+    version = kubernetes_version()
+
+    def build(new):
+        need("go", "apt-get install golang-go (1.26 or newer; see go.dev/dl)")
+        # Charts and clients ask the API server for its version, so it's set as a release build sets it.
+        flags = "-s -w"
+        for package in ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version"):
+            for name, value in {
+                "gitVersion": version,
+                "gitMajor": "1",
+                "gitMinor": version.split(".")[1],
+                "gitTreeState": "clean",
+                "gitCommit": "0" * 40,
+                "buildDate": "2026-01-01T00:00:00Z",
+            }.items():
+                flags += f" -X {package}.{name}={value}"
+        run_logged(
+            f"building Kubernetes {version} from Go modules (5 minutes or so, once)",
+            ["nice", "go", "build", "-v", "-trimpath", "-ldflags", flags, "-o", str(new / "cluster"), "."],
+            cache() / "build-kubernetes.log",
+            cwd=HERE,
+            env=dict(os.environ, CGO_ENABLED="0", GOWORK="off"),
+        )
+        for name in ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl"):
+            (new / name).symlink_to("cluster")
+
+    return build_once(cache() / f"kubernetes-{version}-{digest.hexdigest()[:12]}", f"Kubernetes {version}", build)
+
+
+def helm_directory():
+    return cache() / f"helm-{HELM_VERSION}"
+
+
+def helm_bin():
+    """The directory with helm, built if need be."""
+    major = HELM_VERSION.split(".")[0]
+
+    def build(new):
+        need("go", "apt-get install golang-go (1.26 or newer; see go.dev/dl)")
+        flags = f"-s -w -X helm.sh/helm/{major}/internal/version.version={HELM_VERSION}"
+        run_logged(
+            f"building helm {HELM_VERSION} from Go modules (2 minutes or so, once)",
+            ["nice", "go", "install", "-v", "-trimpath", "-ldflags", flags, f"helm.sh/helm/{major}/cmd/helm@{HELM_VERSION}"],
+            cache() / "build-helm.log",
+            cwd="/",
+            env=dict(os.environ, CGO_ENABLED="0", GOBIN=str(new), GOWORK="off"),
+        )
+
+    return build_once(helm_directory(), f"helm {HELM_VERSION}", build)
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+def command_line(pid):
+    """A process's arguments; none for one that is gone or a zombie."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def environment(pid):
+    try:
+        pairs = pathlib.Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+def all_pids():
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def wait_until(true, seconds, every=0.05):
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(every)
+    return True
+
+
+class Part:
+    """One process of a system in a directory: DIR/pids/NAME holds its pid, DIR/NAME.log its output.
+
+    A pid file alone proves nothing (after a reboot its number may be another process's), so a process is ours when
+    its command line shows our mark: an argument that no other directory's process has.
+    """
+
+    def __init__(self, directory, name, mark, stop_signal=signal.SIGTERM, grace=30):
+        self.directory, self.name, self.mark = pathlib.Path(directory), name, mark
+        self.stop_signal, self.grace = stop_signal, grace
+        self.pid_file = self.directory / "pids" / name
+        self.log = self.directory / f"{name}.log"
+
+    def is_ours(self, pid):
+        line = command_line(pid)
+        return bool(line) and os.path.basename(line[0]) == self.name and self.mark in line
+
+    def pid(self):
+        """The pid if it runs. One without a pid file (someone removed it) is found by its mark."""
+        try:
+            pid = int(self.pid_file.read_text())
+            if self.is_ours(pid):
+                return pid
+        except (OSError, ValueError):
+            pass
+        return next((pid for pid in all_pids() if self.is_ours(pid)), None)
+
+    def same(self, pid, command, env):
+        """Whether a running process is what start would start now; if not, it is restarted."""
+        return command_line(pid) == [str(word) for word in command]
+
+    def ensure(self, command, env=None, prefix=()):
+        """Starts it unless it runs. Returns True if it was started."""
+        pid = self.pid()
+        if pid and not self.same(pid, command, env):
+            say(f"  {self.name}: its program or its settings changed, restarting it")
+            self.stop()
+            pid = None
+        if pid:
+            os.kill(pid, signal.SIGCONT)  # in case somebody paused it
+            self.pid_file.parent.mkdir(parents=True, exist_ok=True)
+            self.pid_file.write_text(f"{pid}\n")
+            return False
+        self.pid_file.parent.mkdir(parents=True, exist_ok=True)
+        if self.log.exists() and self.log.stat().st_size > 64 << 20:
+            self.log.rename(self.log.with_suffix(".log.old"))
+        with self.log.open("ab") as out:
+            process = subprocess.Popen(
+                [*prefix, *map(str, command)],
+                env=env,
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,  # Ctrl-C at the terminal isn't for it
+            )
+        self.pid_file.write_text(f"{process.pid}\n")
+        self.process = process
+        return True
+
+    def wait_ready(self, ready, seconds=60):
+        """Waits until ready() is true; fails at once if the process ends."""
+
+        def done():
+            process = getattr(self, "process", None)
+            if process and process.poll() is not None:
+                raise Failed(f"{self.name} ended with {process.returncode}", self.log)
+            return ready()
+
+        if not wait_until(done, seconds):
+            raise Failed(f"{self.name} isn't ready after {seconds} s", self.log)
+
+    def stop(self, with_signal=None):
+        """Stops it and waits; kills it after the grace. Returns True if it ran."""
+        pid, ran = self.pid(), False
+        while pid:
+            ran = True
+            os.kill(pid, with_signal or self.stop_signal)
+            os.kill(pid, signal.SIGCONT)
+            if not wait_until(lambda: not self.is_ours(pid), self.grace):
+                say(f"  {self.name} (pid {pid}) doesn't stop, killing it")
+                os.kill(pid, signal.SIGKILL)
+                if not wait_until(lambda: not self.is_ours(pid), 10):
+                    raise Failed(f"{self.name} (pid {pid}) doesn't end", self.log)
+            pid = self.pid()
+        self.pid_file.unlink(missing_ok=True)
+        return ran
+
+
+# --- ports ----------------------------------------------------------------------------------------------------------
+
+
+def port_is_free(port):
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("127.0.0.1", port))
+            return True
+        except OSError:
+            return False
+
+
+class Ports:
+    """The ports of a system: chosen free when first asked for, then remembered in DIR/ports.
+
+    NAME_PORT in the environment (as in POSTGRES_PORT) decides the first choice.
+    """
+
+    def __init__(self, directory):
+        self.file = pathlib.Path(directory) / "ports"
+        self.ports = {}
+        if self.file.exists():
+            for line in self.file.read_text().splitlines():
+                name, _, port = line.partition("=")
+                self.ports[name] = int(port)
+
+    def get(self, name, running=False):
+        """The port of a part; another than last time if that isn't free now and the part doesn't run."""
+        port = self.ports.get(name)
+        if port and (running or port_is_free(port)):
+            return port
+        wish = os.environ.get(f"{name.upper().replace('-', '_')}_PORT")
+        if port:
+            say(f"  port {port} of {name} is taken by another process, choosing a new one")
+        elif wish:
+            port = int(wish)
+            if not port_is_free(port):
+                raise Failed(f"port {port} for {name} is taken")
+        if not port or port == self.ports.get(name):
+            # Below the range that the kernel gives to outgoing connections.
+            used = set(self.ports.values())
+            port = next(p for p in iter(lambda: random.randint(20000, 32000), None) if p not in used and port_is_free(p))
+        self.ports[name] = port
+        new = self.file.with_suffix(".new")
+        new.write_text("".join(f"{n}={p}\n" for n, p in sorted(self.ports.items())))
+        new.rename(self.file)
+        return port
