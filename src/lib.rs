@@ -1,3 +1,6 @@
 //! JobRequest: background jobs as Kubernetes resources, run from one Postgres queue.
 
+pub mod job;
 pub mod kinds;
+pub mod queue;
+mod text;

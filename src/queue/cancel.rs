@@ -1,0 +1,123 @@
+//! Cancel and explicit retry.
+
+use uuid::Uuid;
+
+use super::error::{Error, Result};
+use super::finish::read_status;
+use super::{Channel, Queue};
+use crate::job::Status;
+
+/// What became of a request to cancel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CancelOutcome {
+    /// The job waited; it is cancelled.
+    CancelledNow,
+    /// A worker holds it and has been told; it ends within the lease at the latest.
+    PendingOnWorker,
+    /// It had ended before.
+    AlreadyTerminal,
+}
+
+/// What became of an explicit retry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RetryOutcome {
+    Queued,
+    /// This mark was used before: nothing was done.
+    AlreadyUsed,
+    /// Another row has taken the job's key meanwhile: nothing was done.
+    KeyTaken,
+}
+
+impl Queue {
+    /// Asks for a job to be cancelled: a waiting one is at once, a running one is told. Safe to repeat.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`], [`Error::Db`], [`Error::Timeout`].
+    pub async fn request_cancel(&self, id: Uuid) -> Result<CancelOutcome> {
+        let outcome = self.bounded(async { cancel_row(&mut *self.pool.acquire().await?, id).await }).await?;
+        self.notify_cancel(outcome);
+        Ok(outcome)
+    }
+
+    pub(super) fn notify_cancel(&self, outcome: CancelOutcome) {
+        match outcome {
+            CancelOutcome::CancelledNow => self.notify(Channel::Changed),
+            CancelOutcome::PendingOnWorker => self.notify(Channel::Cancel),
+            CancelOutcome::AlreadyTerminal => {}
+        }
+    }
+
+    /// Runs a failed or cancelled job again: attempts from zero, history kept. Each mark (at most 255 characters)
+    /// works once and is written in the same statement.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`]; [`Error::InvalidTransition`] from any other state; [`Error::Db`]; [`Error::Timeout`].
+    pub async fn retry(&self, id: Uuid, mark: &str) -> Result<RetryOutcome> {
+        if !(1..=255).contains(&mark.chars().count()) || mark.contains('\0') {
+            return Err(Error::invalid("retry mark", "is 1 to 255 characters without NUL"));
+        }
+        let answer = self.bounded(self.retry_row(id, mark)).await;
+        match answer {
+            Err(error) if error.violates("jobs_idempotency_key_uidx") => Ok(RetryOutcome::KeyTaken),
+            Ok(RetryOutcome::Queued) => {
+                self.notify(Channel::Ready);
+                self.notify(Channel::Changed);
+                answer
+            }
+            answer => answer,
+        }
+    }
+
+    async fn retry_row(&self, id: Uuid, mark: &str) -> Result<RetryOutcome> {
+        let done = sqlx::query(
+            "UPDATE jobs SET status = 'queued', attempts = 0, cancel_requested = false, run_at = now(), \
+                 suspended = false, claim_token = NULL, handed_back_at = NULL, lost_leases = 0, last_retry = $2, \
+                 finished_at = NULL, updated_at = now(), revision = revision + 1, \
+                 mirror_due = owner_uid IS NOT NULL \
+             WHERE id = $1 AND status IN ('failed_permanent', 'cancelled') AND last_retry IS DISTINCT FROM $2",
+        )
+        .bind(id)
+        .bind(mark)
+        .execute(&self.pool)
+        .await?;
+        if done.rows_affected() == 1 {
+            return Ok(RetryOutcome::Queued);
+        }
+        let row: Option<(String, Option<String>)> = sqlx::query_as("SELECT status, last_retry FROM jobs WHERE id = $1")
+            .bind(id)
+            .fetch_optional(&self.pool)
+            .await?;
+        match row {
+            None => Err(Error::NotFound),
+            Some((_, Some(used))) if used == mark => Ok(RetryOutcome::AlreadyUsed),
+            Some((status, _)) => Err(Error::InvalidTransition { from: read_status(id, &status)?, wanted: "retried" }),
+        }
+    }
+}
+
+/// The cancel itself, inside whatever transaction the caller has.
+pub(super) async fn cancel_row(connection: &mut sqlx::PgConnection, id: Uuid) -> Result<CancelOutcome> {
+    let told: Option<(String,)> = sqlx::query_as(
+        "UPDATE jobs SET cancel_requested = true, updated_at = now(), revision = revision + 1, \
+             mirror_due = owner_uid IS NOT NULL, \
+             status = CASE WHEN status = 'running' THEN status ELSE 'cancelled' END, \
+             finished_at = CASE WHEN status = 'running' THEN finished_at ELSE now() END \
+         WHERE id = $1 AND NOT cancel_requested AND status IN ('queued', 'retrying', 'running') RETURNING status",
+    )
+    .bind(id)
+    .fetch_optional(&mut *connection)
+    .await?;
+    let (status, now) = match told {
+        Some((status,)) => (status, true),
+        None => {
+            let row: Option<(String,)> =
+                sqlx::query_as("SELECT status FROM jobs WHERE id = $1").bind(id).fetch_optional(connection).await?;
+            (row.ok_or(Error::NotFound)?.0, false)
+        }
+    };
+    Ok(match read_status(id, &status)? {
+        Status::Cancelled if now => CancelOutcome::CancelledNow,
+        Status::Running => CancelOutcome::PendingOnWorker,
+        _ => CancelOutcome::AlreadyTerminal,
+    })
+}

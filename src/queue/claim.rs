@@ -1,0 +1,145 @@
+//! Claim and heartbeat: how a lease begins and how it is kept.
+
+use sqlx::AssertSqlSafe;
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use super::claimed::{ClaimedJob, ClaimedRow, Lease};
+use super::error::Result;
+use super::{Channel, Queue};
+use crate::text::storable;
+
+/// What the heartbeat found of one lease.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Heartbeat {
+    pub id: Uuid,
+    pub token: Uuid,
+    /// False when another transaction holds the row just now: the lease stands, but was not prolonged.
+    pub renewed: bool,
+    pub cancel_requested: bool,
+}
+
+const CLAIMED: &str = "j.id, j.kind, j.namespace, j.attempts, j.max_attempts, j.timeout_seconds, \
+    coalesce(extract(epoch FROM now() - j.handed_back_at), 0)::float8 AS handed_back_seconds, \
+    greatest(extract(epoch FROM now() - j.run_at), 0)::float8 AS waited_seconds, \
+    j.payload::text AS payload, j.progress";
+
+impl Queue {
+    /// Claims the next due job of these kinds, if there is one: highest priority first, then longest due.
+    ///
+    /// Guard: waiting, due by the database's clock, not suspended, of a given kind (a kind unknown to this worker
+    /// stays for others), of this install; rows locked by others are skipped. The claim adds one to `attempts` and
+    /// starts a lease under a fresh token. After a lost reply, [`Queue::take_up`] finds the claim by that token.
+    ///
+    /// # Errors
+    /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout). A row that can't be read is ended
+    /// as failed and the next one tried.
+    pub async fn fetch_next(&self, worker: &str, kinds: &[&str]) -> Result<Option<ClaimedJob>> {
+        let token = Uuid::new_v4();
+        let since = Instant::now();
+        match self.bounded(self.claim(worker, kinds, token, since)).await {
+            Err(error) if error.is_passing() => {
+                tracing::debug!(error = %error, "the claim's reply was lost: looking for it by its token");
+                self.bounded(self.take_up(token, since)).await
+            }
+            answer => answer,
+        }
+    }
+
+    async fn claim(&self, worker: &str, kinds: &[&str], token: Uuid, since: Instant) -> Result<Option<ClaimedJob>> {
+        let sql = format!(
+            "WITH next AS ( \
+                 SELECT id FROM jobs \
+                 WHERE install = $1 AND status IN ('queued', 'retrying') AND NOT suspended AND run_at <= now() \
+                   AND kind = ANY($2) \
+                 ORDER BY priority DESC, run_at, id LIMIT 1 FOR UPDATE SKIP LOCKED) \
+             UPDATE jobs j SET status = 'running', attempts = attempts + 1, claim_token = $3, locked_by = $4, \
+                 locked_at = now(), lease_seconds = $5, started_at = now(), finished_at = NULL, updated_at = now(), \
+                 revision = revision + 1, mirror_due = owner_uid IS NOT NULL \
+             FROM next WHERE j.id = next.id RETURNING {CLAIMED}"
+        );
+        let row: Option<ClaimedRow> = sqlx::query_as(AssertSqlSafe(sql))
+            .bind(&self.settings.install)
+            .bind(kinds)
+            .bind(token)
+            .bind(storable(worker, 255))
+            .bind(self.lease_seconds())
+            .fetch_optional(&self.pool)
+            .await?;
+        self.read_claim(row, token, since).await
+    }
+
+    /// The claim made under this token, if it took effect: for a claim whose reply was lost.
+    async fn take_up(&self, token: Uuid, since: Instant) -> Result<Option<ClaimedJob>> {
+        let sql = format!(
+            "SELECT {CLAIMED} FROM jobs j WHERE j.install = $1 AND j.status = 'running' AND j.claim_token = $2"
+        );
+        let row: Option<ClaimedRow> = sqlx::query_as(AssertSqlSafe(sql))
+            .bind(&self.settings.install)
+            .bind(token)
+            .fetch_optional(&self.pool)
+            .await?;
+        self.read_claim(row, token, since).await
+    }
+
+    async fn read_claim(&self, row: Option<ClaimedRow>, token: Uuid, since: Instant) -> Result<Option<ClaimedJob>> {
+        let Some(row) = row else { return Ok(None) };
+        self.notify(Channel::Changed);
+        let id = row.id;
+        match row.into_job(token, since) {
+            Ok(job) => Ok(Some(job)),
+            Err(error) => {
+                tracing::warn!(job = %id, error = %error, "a row that can't be read ends as failed");
+                self.fail_unreadable(id, token, &error.to_string()).await?;
+                Ok(None)
+            }
+        }
+    }
+
+    /// Prolongs these leases in one statement and learns of cancels.
+    ///
+    /// Guard: running, under the claim's token. A lease that is missing from the answer is lost. Rows locked by
+    /// another transaction are skipped, not waited for: one stuck row must not end the other leases.
+    ///
+    /// # Errors
+    /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout): nothing is known of any lease.
+    pub async fn heartbeat(&self, leases: &[Lease]) -> Result<Vec<Heartbeat>> {
+        self.look(
+            leases,
+            "WITH mine AS (SELECT * FROM unnest($1::uuid[], $2::uuid[]) AS m(id, token)), \
+             free AS ( \
+                 SELECT j.id FROM jobs j JOIN mine m ON j.id = m.id AND j.claim_token = m.token \
+                 WHERE j.status = 'running' ORDER BY j.id FOR UPDATE OF j SKIP LOCKED), \
+             renewed AS ( \
+                 UPDATE jobs j SET locked_at = now(), lease_seconds = $3, updated_at = now() FROM free \
+                 WHERE j.id = free.id RETURNING j.id) \
+             SELECT m.id, m.token, r.id IS NOT NULL, j.cancel_requested \
+             FROM mine m JOIN jobs j ON j.id = m.id AND j.claim_token = m.token AND j.status = 'running' \
+             LEFT JOIN renewed r ON r.id = m.id",
+        )
+        .await
+    }
+
+    /// Which of these leases stand and which were asked to stop; prolongs nothing.
+    ///
+    /// # Errors
+    /// As [`Queue::heartbeat`].
+    pub async fn look_for_cancels(&self, leases: &[Lease]) -> Result<Vec<Heartbeat>> {
+        self.look(
+            leases,
+            "SELECT m.id, m.token, false, j.cancel_requested FROM unnest($1::uuid[], $2::uuid[]) AS m(id, token) \
+             JOIN jobs j ON j.id = m.id AND j.claim_token = m.token AND j.status = 'running' AND $3 > 0",
+        )
+        .await
+    }
+
+    async fn look(&self, leases: &[Lease], sql: &'static str) -> Result<Vec<Heartbeat>> {
+        let ids: Vec<Uuid> = leases.iter().map(|lease| lease.id).collect();
+        let tokens: Vec<Uuid> = leases.iter().map(|lease| lease.token).collect();
+        let query = sqlx::query_as(sql).bind(ids).bind(tokens).bind(self.lease_seconds());
+        let rows: Vec<(Uuid, Uuid, bool, bool)> =
+            self.bounded(async { Ok(query.fetch_all(&self.pool).await?) }).await?;
+        let to_answer = |(id, token, renewed, cancel_requested)| Heartbeat { id, token, renewed, cancel_requested };
+        Ok(rows.into_iter().map(to_answer).collect())
+    }
+}

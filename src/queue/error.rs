@@ -1,0 +1,92 @@
+//! What can go wrong in the queue, and what a caller may do about it.
+
+use uuid::Uuid;
+
+use crate::job::Status;
+
+/// Errors of the queue's operations. None holds a payload or an unbounded text.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Refused before anything was sent: say it to whoever wrote the job.
+    #[error("{field} {problem}")]
+    PayloadInvalid { field: String, problem: String },
+    /// The key belongs to another job of the namespace, with another kind or payload. Final: neither changes.
+    #[error("idempotencyKey belongs to job {holder}, whose kind or payload differs: use another key")]
+    IdempotencyConflict { holder: Uuid },
+    /// The key belongs to a running job that was asked to stop; it is free, or final, once that has ended.
+    #[error("idempotencyKey belongs to job {holder}, which is being cancelled")]
+    KeyBeingFreed { holder: Uuid },
+    /// The row is in a state from which this can't be done.
+    #[error("a {from} job can't be {wanted}")]
+    InvalidTransition { from: Status, wanted: &'static str },
+    #[error("there is no such job")]
+    NotFound,
+    /// A row holds what no version of this program writes: the column and what was expected of it.
+    #[error("job {id}: column {column} {problem}")]
+    RowInvalid { id: Uuid, column: &'static str, problem: &'static str },
+    /// The database refused or did not answer. [`Error::is_passing`] says whether trying again makes sense.
+    #[error("database: {}", describe(.0))]
+    Db(#[from] sqlx::Error),
+    /// No answer within the time limit. It may have happened or not: the operations are safe to repeat.
+    #[error("database: no answer within {seconds} s")]
+    Timeout { seconds: u64 },
+}
+
+impl Error {
+    pub(crate) fn invalid(field: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self::PayloadInvalid { field: field.into(), problem: problem.into() }
+    }
+
+    /// The store is away or overloaded, or another transaction stood in the way; the same call may succeed later.
+    pub fn is_passing(&self) -> bool {
+        match self {
+            Self::Timeout { .. } | Self::KeyBeingFreed { .. } => true,
+            Self::Db(error) => match error {
+                sqlx::Error::Database(e) => e.code().is_none_or(|code| passing_sqlstate(&code)),
+                sqlx::Error::Io(_)
+                | sqlx::Error::Tls(_)
+                | sqlx::Error::Protocol(_)
+                | sqlx::Error::PoolTimedOut
+                | sqlx::Error::PoolClosed
+                | sqlx::Error::WorkerCrashed => true,
+                _ => false,
+            },
+            Self::PayloadInvalid { .. }
+            | Self::IdempotencyConflict { .. }
+            | Self::InvalidTransition { .. }
+            | Self::NotFound
+            | Self::RowInvalid { .. } => false,
+        }
+    }
+
+    pub(crate) fn violates(&self, constraint: &str) -> bool {
+        matches!(self, Self::Db(sqlx::Error::Database(e)) if e.constraint() == Some(constraint))
+    }
+}
+
+/// Classes and codes of the SQL standard and Postgres: connection (08), no such database or role yet (28, 3D),
+/// read-only standby (25006), transaction rollback (40), resources (53), operator intervention (57), system (58),
+/// lock not available (55P03), schema not there yet (42P01, 42703).
+fn passing_sqlstate(code: &str) -> bool {
+    matches!(&code[..2.min(code.len())], "08" | "28" | "3D" | "40" | "53" | "57" | "58")
+        || matches!(code, "25006" | "55P03" | "42P01" | "42703")
+}
+
+/// The server's primary message without its DETAIL, which quotes rows. A message can quote a value, so a data error
+/// (class 22) and a constraint (23) say their code and name only.
+fn describe(error: &sqlx::Error) -> String {
+    match error {
+        sqlx::Error::Database(e) => {
+            let code = e.code().unwrap_or_default();
+            match (&code[..2.min(code.len())], e.constraint()) {
+                ("23", Some(constraint)) => format!("refused by constraint {constraint}"),
+                ("22" | "23", _) => format!("refused a value (SQLSTATE {code})"),
+                _ => format!("{} (SQLSTATE {code})", crate::text::cut(e.message(), 256)),
+            }
+        }
+        sqlx::Error::PoolTimedOut => "no connection became free in time".to_owned(),
+        other => crate::text::cut(&other.to_string(), 256).to_owned(),
+    }
+}
+
+pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,0 +1,79 @@
+//! NOTIFY, coalesced: a notification takes a database-wide lock at commit, so there is at most one per channel every
+//! few milliseconds, outside the transactions that change rows. It carries nothing and promises nothing: who listens
+//! also polls.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use sqlx::PgPool;
+use tokio::sync::Notify;
+
+/// What a notification is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Channel {
+    /// A job may be ready: workers claim.
+    Ready,
+    /// A row that a resource stands for has changed: the controller looks.
+    Changed,
+    /// A running job was asked to stop: its worker looks.
+    Cancel,
+}
+
+impl Channel {
+    pub const ALL: [Self; 3] = [Self::Ready, Self::Changed, Self::Cancel];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ready => "jobrequest_ready",
+            Self::Changed => "jobrequest_changed",
+            Self::Cancel => "jobrequest_cancel",
+        }
+    }
+}
+
+/// The shortest time between two notifications of a channel.
+const GAP: Duration = Duration::from_millis(5);
+
+pub(super) struct Notifier {
+    pending: [Arc<Notify>; 3],
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Notifier {
+    pub(super) fn spawn(pool: PgPool) -> Self {
+        let pending: [Arc<Notify>; 3] = Default::default();
+        let sources = pending.clone();
+        let task = tokio::spawn(async move {
+            let sends =
+                Channel::ALL.into_iter().zip(sources).map(|(channel, source)| send_loop(&pool, channel, source));
+            futures::future::join_all(sends).await;
+        });
+        Self { pending, task }
+    }
+
+    pub(super) fn notify(&self, channel: Channel) {
+        let index = match channel {
+            Channel::Ready => 0,
+            Channel::Changed => 1,
+            Channel::Cancel => 2,
+        };
+        self.pending[index].notify_one();
+    }
+}
+
+impl Drop for Notifier {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn send_loop(pool: &PgPool, channel: Channel, source: Arc<Notify>) {
+    loop {
+        source.notified().await;
+        // A lost notification costs a poll interval, so a failure is not tried again.
+        if let Err(error) = sqlx::query("SELECT pg_notify($1, '')").bind(channel.name()).execute(pool).await {
+            tracing::debug!(channel = channel.name(), error = %error, "notification not sent");
+        }
+        tokio::time::sleep(GAP).await;
+    }
+}

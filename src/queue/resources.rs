@@ -1,0 +1,314 @@
+//! The resources behind jobs: who holds a row, which statuses are due, what a deletion means. Called by the
+//! controller alone.
+
+use chrono::{DateTime, Utc};
+use uuid::Uuid;
+
+use super::cancel::cancel_row;
+use super::enqueue::Owner;
+use super::error::Result;
+use super::row::{JobRow, job_columns};
+use super::{CancelOutcome, Channel, Queue};
+use crate::job::{Job, clamp_max_attempts};
+
+/// What the queue knows of a resource.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Held {
+    /// It has a row; `owner` says whether its edits reach it.
+    Row { job: Box<Job>, owner: bool, mirrored_revision: i64 },
+    /// It shares a succeeded job whose row retention has removed; the key was kept.
+    KeptKey { job_id: Uuid, attempts: u32, finished_at: DateTime<Utc> },
+    /// It had a row that is there no more, and retention did not remove it.
+    Vanished { job_id: Uuid },
+    /// It never had one.
+    Nothing,
+}
+
+/// A resource by name and uid.
+pub type ResourceRef = Owner;
+
+/// What became of a resource's hold on its row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Release {
+    /// Other resources share the row: it goes on, and the resource may go.
+    Shared,
+    /// The row is terminal (now, or was before), or there is none: the resource may go.
+    Ended,
+    /// A worker has it and was told to stop: the resource stays until the row has ended.
+    PendingOnWorker,
+}
+
+/// The parts of a spec that reach a row that waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SpecEdit {
+    pub priority: i16,
+    pub suspended: bool,
+    pub max_attempts: u32,
+    pub timeout_seconds: u32,
+    /// As written in the spec; none = as soon as possible.
+    pub run_at: Option<DateTime<Utc>>,
+}
+
+impl SpecEdit {
+    /// Whether the row shows something else. A lower limit than the attempts made counts as one more attempt.
+    pub fn changes(&self, job: &Job) -> bool {
+        let Self { priority, suspended, max_attempts, timeout_seconds, run_at } = *self;
+        priority != job.priority
+            || suspended != job.suspended
+            || clamp_max_attempts(max_attempts, job.attempts) != job.max_attempts
+            || timeout_seconds != job.timeout_seconds
+            || run_at != job.wanted_run_at
+    }
+}
+
+impl Queue {
+    /// What the queue knows of this resource.
+    ///
+    /// # Errors
+    /// [`Error::RowInvalid`](super::Error::RowInvalid), [`Error::Db`](super::Error::Db),
+    /// [`Error::Timeout`](super::Error::Timeout).
+    pub async fn held(&self, uid: Uuid) -> Result<Held> {
+        self.bounded(self.held_by(uid)).await
+    }
+
+    async fn held_by(&self, uid: Uuid) -> Result<Held> {
+        // The row first: its id is found through the resource in the same statement, so one round trip in most cases.
+        let row: Option<JobRow> = sqlx::query_as(concat!(
+            "SELECT ",
+            job_columns!(),
+            " FROM jobs WHERE id = (SELECT job_id FROM job_resources WHERE uid = $1)"
+        ))
+        .bind(uid)
+        .fetch_optional(&self.pool)
+        .await?;
+        let held: Option<(Uuid, i64, Option<i32>, Option<DateTime<Utc>>)> = sqlx::query_as(
+            "SELECT r.job_id, r.mirrored_revision, k.attempts, k.finished_at FROM job_resources r \
+             LEFT JOIN job_keys k ON k.install = r.install AND k.namespace = r.namespace AND k.job_id = r.job_id \
+             WHERE r.uid = $1",
+        )
+        .bind(uid)
+        .fetch_optional(&self.pool)
+        .await?;
+        Ok(match (row, held) {
+            (_, None) => Held::Nothing,
+            (Some(row), Some((_, mirrored_revision, ..))) => {
+                let owner = row.owner_uid == Some(uid);
+                Held::Row { job: Box::new(row.try_into()?), owner, mirrored_revision }
+            }
+            (None, Some((job_id, _, Some(attempts), Some(finished_at)))) => {
+                Held::KeptKey { job_id, attempts: u32::try_from(attempts).unwrap_or_default(), finished_at }
+            }
+            (None, Some((job_id, ..))) => Held::Vanished { job_id },
+        })
+    }
+
+    /// Resources whose status does not show their row's newest revision, in order of job id after `after`; with the
+    /// id to go on from, none when this was the last page.
+    ///
+    /// # Errors
+    /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout).
+    pub async fn due(&self, after: Option<Uuid>, limit: i64) -> Result<(Vec<ResourceRef>, Option<Uuid>)> {
+        let rows: Vec<(Uuid, Option<Uuid>, Option<String>, Option<String>)> = self
+            .bounded(async {
+                let rows = sqlx::query_as(
+                    "SELECT j.id, r.uid, r.namespace, r.name FROM ( \
+                         SELECT id, revision FROM jobs WHERE install = $1 AND mirror_due AND id > $2 \
+                         ORDER BY id LIMIT $3) j \
+                     LEFT JOIN job_resources r ON r.job_id = j.id AND r.mirrored_revision < j.revision ORDER BY j.id",
+                )
+                .bind(&self.settings.install)
+                .bind(after.unwrap_or(Uuid::nil()))
+                .bind(limit)
+                .fetch_all(&self.pool)
+                .await?;
+                Ok(rows)
+            })
+            .await?;
+        let last = rows.last().map(|(id, ..)| *id);
+        let whole_page = rows.len() >= usize::try_from(limit).unwrap_or(usize::MAX);
+        // Two acknowledgements at once can each have seen the other's resource as behind.
+        let settled: Vec<Uuid> = rows.iter().filter(|(_, uid, ..)| uid.is_none()).map(|(id, ..)| *id).collect();
+        if !settled.is_empty() {
+            self.bounded(self.settle(&settled)).await?;
+        }
+        let to_ref = |(_, uid, namespace, name): (Uuid, Option<Uuid>, Option<String>, Option<String>)| {
+            Some(ResourceRef { uid: uid?, namespace: namespace?, name: name? })
+        };
+        Ok((rows.into_iter().filter_map(to_ref).collect(), last.filter(|_| whole_page)))
+    }
+
+    async fn settle(&self, ids: &[Uuid]) -> Result<()> {
+        sqlx::query(
+            "UPDATE jobs j SET mirror_due = false WHERE id = ANY($1) AND mirror_due AND NOT EXISTS ( \
+                 SELECT FROM job_resources r WHERE r.job_id = j.id AND r.mirrored_revision < j.revision)",
+        )
+        .bind(ids)
+        .execute(&self.pool)
+        .await?;
+        Ok(())
+    }
+
+    /// The status of this resource shows this revision of its row. An older revision than one told before, or than
+    /// the row's own, leaves the row due.
+    ///
+    /// # Errors
+    /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout).
+    pub async fn acknowledge(&self, uid: Uuid, revision: i64) -> Result<()> {
+        self.bounded(async {
+            sqlx::query(
+                "WITH seen AS ( \
+                     UPDATE job_resources SET mirrored_revision = $2 WHERE uid = $1 AND mirrored_revision < $2 \
+                     RETURNING job_id) \
+                 UPDATE jobs j SET mirror_due = false FROM seen \
+                 WHERE j.id = seen.job_id AND j.revision = $2 AND j.mirror_due AND NOT EXISTS ( \
+                     SELECT FROM job_resources r WHERE r.job_id = j.id AND r.uid <> $1 AND r.mirrored_revision < $2)",
+            )
+            .bind(uid)
+            .bind(revision)
+            .execute(&self.pool)
+            .await?;
+            Ok(())
+        })
+        .await
+    }
+
+    /// The resource is going: its hold ends, and with the last hold the job is cancelled. Safe to repeat; while the
+    /// answer is [`Release::PendingOnWorker`] the hold stays, so that the end of the row is made known.
+    ///
+    /// # Errors
+    /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout); nothing is half done.
+    pub async fn release(&self, uid: Uuid) -> Result<Release> {
+        let (release, cancel) = self.bounded(self.release_hold(uid)).await?;
+        if let Some(outcome) = cancel {
+            self.notify_cancel(outcome);
+        }
+        Ok(release)
+    }
+
+    async fn release_hold(&self, uid: Uuid) -> Result<(Release, Option<CancelOutcome>)> {
+        let mut tx = self.pool.begin().await?;
+        let held: Option<(Uuid,)> = sqlx::query_as("SELECT job_id FROM job_resources WHERE uid = $1 FOR UPDATE")
+            .bind(uid)
+            .fetch_optional(&mut *tx)
+            .await?;
+        let Some((job,)) = held else { return Ok((Release::Ended, None)) };
+        let row: Option<(Option<Uuid>,)> = sqlx::query_as("SELECT owner_uid FROM jobs WHERE id = $1 FOR UPDATE")
+            .bind(job)
+            .fetch_optional(&mut *tx)
+            .await?;
+        let heir: Option<(Uuid,)> = sqlx::query_as(
+            "SELECT uid FROM job_resources WHERE job_id = $1 AND uid <> $2 AND NOT released \
+             ORDER BY created_at, uid LIMIT 1",
+        )
+        .bind(job)
+        .bind(uid)
+        .fetch_optional(&mut *tx)
+        .await?;
+        let cancel = match (row, heir) {
+            (None, _) | (_, Some(_)) => None,
+            (Some(_), None) => Some(cancel_row(&mut tx, job).await?),
+        };
+        let release = match cancel {
+            Some(CancelOutcome::PendingOnWorker) => {
+                sqlx::query("UPDATE job_resources SET released = true WHERE uid = $1")
+                    .bind(uid)
+                    .execute(&mut *tx)
+                    .await?;
+                Release::PendingOnWorker
+            }
+            Some(CancelOutcome::CancelledNow | CancelOutcome::AlreadyTerminal) | None => {
+                sqlx::query("DELETE FROM job_resources WHERE uid = $1").bind(uid).execute(&mut *tx).await?;
+                // The next holder owns the row; a row without one is nobody's, and nobody's status is due.
+                sqlx::query(
+                    "UPDATE jobs SET owner_uid = CASE WHEN owner_uid = $2 THEN $3 ELSE owner_uid END, \
+                         mirror_due = mirror_due AND $3 IS NOT NULL WHERE id = $1",
+                )
+                .bind(job)
+                .bind(uid)
+                .bind(heir.map(|(heir,)| heir))
+                .execute(&mut *tx)
+                .await?;
+                if heir.is_some() { Release::Shared } else { Release::Ended }
+            }
+        };
+        tx.commit().await?;
+        Ok((release, cancel))
+    }
+
+    /// Brings an edited spec to a row that waits; only its owner's. True when the row took it, false when it runs,
+    /// has ended or belongs to another resource.
+    ///
+    /// # Errors
+    /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout).
+    pub async fn edit_waiting(&self, uid: Uuid, edit: SpecEdit) -> Result<bool> {
+        let SpecEdit { priority, suspended, max_attempts, timeout_seconds, run_at } = edit;
+        let edited = self
+            .bounded(async {
+                let done = sqlx::query(
+                    "UPDATE jobs SET priority = $2, suspended = $3, timeout_seconds = $5, \
+                         max_attempts = greatest($4, attempts + 1), \
+                         run_at = CASE WHEN wanted_run_at IS DISTINCT FROM $6 THEN coalesce($6, now()) ELSE run_at END, \
+                         wanted_run_at = $6, updated_at = now(), revision = revision + 1, mirror_due = true \
+                     WHERE owner_uid = $1 AND status IN ('queued', 'retrying') \
+                       AND id = (SELECT job_id FROM job_resources WHERE uid = $1)",
+                )
+                .bind(uid)
+                .bind(priority)
+                .bind(suspended)
+                .bind(i32::try_from(max_attempts).unwrap_or(100))
+                .bind(i32::try_from(timeout_seconds).unwrap_or(86_400))
+                .bind(run_at)
+                .execute(&self.pool)
+                .await?;
+                Ok(done.rows_affected() > 0)
+            })
+            .await?;
+        if edited {
+            self.notify(Channel::Ready);
+            self.notify(Channel::Changed);
+        }
+        Ok(edited)
+    }
+
+    /// Resources that hold live rows of this install, in order of uid after `after`: for the orphan sweep.
+    ///
+    /// # Errors
+    /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout).
+    pub async fn holders_of_live_rows(&self, after: Uuid, limit: i64) -> Result<Vec<ResourceRef>> {
+        self.resources(
+            "SELECT r.uid, r.namespace, r.name FROM job_resources r JOIN jobs j ON j.id = r.job_id \
+             WHERE r.install = $1 AND r.uid > $2 \
+               AND (j.mirror_due OR j.status IN ('queued', 'retrying', 'running')) ORDER BY r.uid LIMIT $3",
+            after,
+            limit,
+        )
+        .await
+    }
+
+    /// Resources whose row is gone though nothing of ours removed it.
+    ///
+    /// # Errors
+    /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout).
+    pub async fn holders_of_vanished_rows(&self, after: Uuid, limit: i64) -> Result<Vec<ResourceRef>> {
+        self.resources(
+            "SELECT r.uid, r.namespace, r.name FROM job_resources r \
+             WHERE r.install = $1 AND r.uid > $2 AND NOT EXISTS (SELECT FROM jobs j WHERE j.id = r.job_id) \
+               AND NOT EXISTS (SELECT FROM job_keys k WHERE k.install = r.install AND k.namespace = r.namespace \
+                   AND k.job_id = r.job_id) \
+             ORDER BY r.uid LIMIT $3",
+            after,
+            limit,
+        )
+        .await
+    }
+
+    async fn resources(&self, sql: &'static str, after: Uuid, limit: i64) -> Result<Vec<ResourceRef>> {
+        let rows: Vec<(Uuid, String, String)> = self
+            .bounded(async {
+                let query = sqlx::query_as(sql).bind(&self.settings.install).bind(after).bind(limit);
+                Ok(query.fetch_all(&self.pool).await?)
+            })
+            .await?;
+        Ok(rows.into_iter().map(|(uid, namespace, name)| ResourceRef { uid, namespace, name }).collect())
+    }
+}
