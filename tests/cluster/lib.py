@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import filecmp
 import hashlib
 import os
 import pathlib
@@ -195,6 +196,24 @@ def helm_bin():
     return build_once(helm_directory(), f"helm {HELM_VERSION}", build)
 
 
+def built_program(directory):
+    """Builds the crate's program and puts a copy into DIR/bin: cargo's own file may be another clone's a moment later."""
+    need("cargo", "curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh")
+    target = pathlib.Path(os.environ.setdefault("CARGO_TARGET_DIR", str(cache() / "target")))
+    program = pathlib.Path(directory) / "bin" / "jobrequest"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    with lock(target / "program.lock", "waiting for another clone's build"):
+        with step("cargo build"):
+            if subprocess.run(["cargo", "build", "--locked", "--bin", "jobrequest"], cwd=ROOT).returncode:
+                raise Failed("cargo build")
+        built = target / "debug" / "jobrequest"
+        if not program.exists() or not filecmp.cmp(built, program, shallow=False):
+            new = program.with_name("jobrequest.new")
+            shutil.copy2(built, new)
+            new.rename(program)
+    return program
+
+
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
@@ -360,6 +379,7 @@ class Ports:
             used = set(self.ports.values())
             port = next(p for p in iter(lambda: random.randint(20000, 32000), None) if p not in used and port_is_free(p))
         self.ports[name] = port
+        self.file.parent.mkdir(parents=True, exist_ok=True)
         new = self.file.with_suffix(".new")
         new.write_text("".join(f"{n}={p}\n" for n, p in sorted(self.ports.items())))
         new.rename(self.file)

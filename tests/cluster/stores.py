@@ -1,6 +1,7 @@
 """The stores: a Kubernetes control plane (etcd, kube-apiserver, kube-controller-manager) and Postgres in a directory."""
 
 import base64
+import contextlib
 import hashlib
 import http.client
 import json
@@ -28,8 +29,7 @@ class Stores:
         self.data = d / "postgres"
         self.parts = {
             "etcd": Part(d, "etcd", f"--data-dir={d}/etcd"),
-            "kube-apiserver": Part(d, "kube-apiserver", f"--audit-log-path={d}/audit.log"),
-            # It has nothing to finish, and takes its time over a polite request.
+            "kube-apiserver": Part(d, "kube-apiserver", f"--audit-log-path={d}/audit.log", grace=10),
             "kube-controller-manager": Part(d, "kube-controller-manager", f"--kubeconfig={d}/controller-manager.kubeconfig", grace=5),
             # SIGINT is Postgres' fast shutdown: it doesn't wait for its clients to leave.
             "postgres": Part(d, "postgres", f"--jobrequest.directory={d}", signal.SIGINT, grace=60),
@@ -125,7 +125,7 @@ class Stores:
         self.write_env(names)
 
     def start_controller_manager(self, programs, port):
-        d, k = self.directory, f"{self.directory}/controller-manager.kubeconfig"
+        k = f"{self.directory}/controller-manager.kubeconfig"
         return self.parts["kube-controller-manager"].ensure(
             [
                 programs / "kube-controller-manager",
@@ -144,14 +144,14 @@ class Stores:
             ]
         )
 
-    def down(self, names, with_signal=None):
+    def down(self, names, with_signal=None, quiet=False):
         for name in reversed(ALL):
             if name in names:
-                with step(name) as more:
+                with contextlib.nullcontext([]) if quiet else step(name) as more:
                     more.append("stopped" if self.parts[name].stop(with_signal) else "didn't run")
 
-    def clean(self):
-        self.down(ALL)
+    def clean(self, quiet=False):
+        self.down(ALL, quiet=quiet)
         if self.data.is_symlink():
             shutil.rmtree(self.data.resolve(), ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -319,14 +319,14 @@ class Stores:
         write_env(self.directory / "env", self.exports(), [lib.cluster_bin(), lib.helm_directory()] if set(names) & set(KUBE) else [])
 
 
-def write_kubeconfig(path, cluster, user):
+def write_kubeconfig(path, cluster, user, namespace="default"):
     """JSON is YAML too."""
     config = {
         "apiVersion": "v1",
         "kind": "Config",
         "clusters": [{"name": "local", "cluster": cluster}],
         "users": [{"name": "local", "user": user}],
-        "contexts": [{"name": "local", "context": {"cluster": "local", "user": "local"}}],
+        "contexts": [{"name": "local", "context": {"cluster": "local", "user": "local", "namespace": namespace}}],
         "current-context": "local",
     }
     write_private(path, json.dumps(config, indent=1) + "\n")

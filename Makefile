@@ -1,0 +1,39 @@
+# Everything big (cargo's target directory, the cluster's programs) is kept outside the tree, so that a second clone
+# starts in under a minute.
+JOBREQUEST_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jobrequest
+CARGO_TARGET_DIR ?= $(JOBREQUEST_CACHE)/target
+GENERATED = crds/jobrequests.yaml charts/jobrequest/files/crd.yaml
+export JOBREQUEST_CACHE CARGO_TARGET_DIR
+
+.DEFAULT_GOAL := help
+.PHONY: help demo up down clean test verify generate
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+demo: ## Bring everything up and show one job of each kind, from apply to result
+	@tests/cluster/demo
+
+up: ## Start what isn't running of the local system; then: . .local/env
+	@tests/cluster/local up
+
+down: ## Stop the local system; its data stays
+	@tests/cluster/local down
+
+clean: ## Stop the local system and remove its data
+	@tests/cluster/local clean
+
+test: ## Run the tests against a real API server and Postgres; ARGS="--test NAME" chooses
+	@tests/cluster/test $(ARGS)
+
+verify: ## Check format, lints, docs, and that what is generated is up to date
+	cargo fmt --check
+	cargo clippy --locked --all-targets -- -D warnings
+	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps
+	cargo build --locked --bin jobrequest
+	@for file in $(GENERATED); do $(CARGO_TARGET_DIR)/debug/jobrequest crd | diff -u "$$file" - || { echo "$$file is out of date: make generate"; exit 1; }; done
+	PATH=$$(tests/cluster/build):$$PATH helm lint --strict --quiet -f charts/jobrequest/ci/minimal-values.yaml charts/jobrequest
+
+generate: ## Write what is made from the sources: the CRD, and the chart's copy of it
+	cargo build --locked --bin jobrequest
+	@for file in $(GENERATED); do mkdir -p "$$(dirname "$$file")" && $(CARGO_TARGET_DIR)/debug/jobrequest crd > "$$file.new" && mv "$$file.new" "$$file" || exit 1; done
