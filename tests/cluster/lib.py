@@ -196,16 +196,17 @@ def helm_bin():
     return build_once(helm_directory(), f"helm {HELM_VERSION}", build)
 
 
-def built_program(directory):
+def built_program(directory, *command):
     """Builds the crate's program and puts a copy into DIR/bin: cargo's own file may be another clone's a moment later."""
+    command = command or ("cargo", "build", "--locked", "--bin", "jobrequest")
     need("cargo", "curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh")
     target = pathlib.Path(os.environ.setdefault("CARGO_TARGET_DIR", str(cache() / "target")))
     program = pathlib.Path(directory) / "bin" / "jobrequest"
     program.parent.mkdir(parents=True, exist_ok=True)
     with lock(target / "program.lock", "waiting for another clone's build"):
-        with step("cargo build"):
-            if subprocess.run(["cargo", "build", "--locked", "--bin", "jobrequest"], cwd=ROOT).returncode:
-                raise Failed("cargo build")
+        with step(" ".join(command)):
+            if subprocess.run(command, cwd=ROOT).returncode:
+                raise Failed(" ".join(command))
         built = target / "debug" / "jobrequest"
         if not program.exists() or not filecmp.cmp(built, program, shallow=False):
             new = program.with_name("jobrequest.new")
