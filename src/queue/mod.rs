@@ -28,6 +28,7 @@ mod enqueue;
 mod error;
 mod finish;
 mod inspect;
+mod listen;
 mod notify;
 mod rescue;
 mod resources;
@@ -47,6 +48,7 @@ pub use enqueue::{EnqueueOutcome, NewJob, Owner, PAYLOAD_MAX_BYTES, PAYLOAD_MAX_
 pub use error::{Error, Result};
 pub use finish::{AttemptFailure, Finish, Unfinished};
 pub use inspect::{KindDepth, ListFilter};
+pub use listen::Listener;
 pub use notify::Channel;
 pub use rescue::{Purged, Rescued};
 pub use resources::{Held, Release, ResourceRef, SpecEdit};
