@@ -1,9 +1,5 @@
-# Everything big (cargo's target directory, the cluster's programs) is kept outside the tree, so that a second clone
-# starts in under a minute.
-JOBREQUEST_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jobrequest
-CARGO_TARGET_DIR ?= $(JOBREQUEST_CACHE)/target
 GENERATED = crds/jobrequests.yaml charts/jobrequest/files/crd.yaml
-export JOBREQUEST_CACHE CARGO_TARGET_DIR
+PROGRAM = $(or $(CARGO_TARGET_DIR),target)/debug/jobrequest
 
 .DEFAULT_GOAL := help
 .PHONY: help demo up down clean test verify generate
@@ -27,13 +23,15 @@ test: ## Run the tests against a real API server and Postgres; ARGS="--test NAME
 	@tests/cluster/test $(ARGS)
 
 verify: ## Check format, lints, docs, and that what is generated is up to date
+	@tests/cluster/dependencies seed
 	cargo fmt --check
 	cargo clippy --locked --all-targets -- -D warnings
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps
 	cargo build --locked --bin jobrequest
-	@for file in $(GENERATED); do $(CARGO_TARGET_DIR)/debug/jobrequest crd | diff -u "$$file" - || { echo "$$file is out of date: make generate"; exit 1; }; done
+	@for file in $(GENERATED); do $(PROGRAM) crd | diff -u "$$file" - || { echo "$$file is out of date: make generate"; exit 1; }; done
 	PATH=$$(tests/cluster/build):$$PATH helm lint --strict --quiet -f charts/jobrequest/ci/minimal-values.yaml charts/jobrequest
+	@tests/cluster/dependencies save
 
 generate: ## Write what is made from the sources: the CRD, and the chart's copy of it
 	cargo build --locked --bin jobrequest
-	@for file in $(GENERATED); do mkdir -p "$$(dirname "$$file")" && $(CARGO_TARGET_DIR)/debug/jobrequest crd > "$$file.new" && mv "$$file.new" "$$file" || exit 1; done
+	@for file in $(GENERATED); do mkdir -p "$$(dirname "$$file")" && $(PROGRAM) crd > "$$file.new" && mv "$$file.new" "$$file" || exit 1; done

@@ -196,23 +196,78 @@ def helm_bin():
     return build_once(helm_directory(), f"helm {HELM_VERSION}", build)
 
 
-def built_program(directory, *command):
-    """Builds the crate's program and puts a copy into DIR/bin: cargo's own file may be another clone's a moment later."""
-    command = command or ("cargo", "build", "--locked", "--bin", "jobrequest")
+def built_program(directory):
+    """Builds the crate's program and puts a copy into DIR/bin, which no later build changes under a running system."""
     need("cargo", "curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh")
-    target = pathlib.Path(os.environ.setdefault("CARGO_TARGET_DIR", str(cache() / "target")))
+    target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     program = pathlib.Path(directory) / "bin" / "jobrequest"
     program.parent.mkdir(parents=True, exist_ok=True)
-    with lock(target / "program.lock", "waiting for another clone's build"):
-        with step(" ".join(command)):
-            if subprocess.run(command, cwd=ROOT).returncode:
-                raise Failed(" ".join(command))
-        built = target / "debug" / "jobrequest"
-        if not program.exists() or not filecmp.cmp(built, program, shallow=False):
-            new = program.with_name("jobrequest.new")
-            shutil.copy2(built, new)
-            new.rename(program)
+    seed_target()
+    command = ("cargo", "build", "--locked", "--bin", "jobrequest")
+    with step(" ".join(command)):
+        if subprocess.run(command, cwd=ROOT).returncode:
+            raise Failed(" ".join(command))
+    save_target()
+    built = target / "debug" / "jobrequest"
+    if not program.exists() or not filecmp.cmp(built, program, shallow=False):
+        new = program.with_name("jobrequest.new")
+        shutil.copy2(built, new)
+        new.rename(program)
     return program
+
+
+# --- cargo's target directory ---------------------------------------------------------------------------------------
+# Each clone has its own: in a shared one cargo takes one clone's program for another's (their hashes are the same, and
+# it goes by the files' times). The built dependencies are kept in the cache, for the next clone to start from.
+
+
+def seed_of_target():
+    digest = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in ("Cargo.lock", "rust-toolchain.toml")))
+    return cache() / f"dependencies-{digest.hexdigest()[:12]}"
+
+
+def units(target):
+    """What cargo has built in a target directory, without this crate itself."""
+    return {p.relative_to(target) for p in pathlib.Path(target).glob("*/.fingerprint/*") if not p.name.startswith("jobrequest-")}
+
+
+def seed_target():
+    """Starts a new clone's target directory from what earlier clones built, as far as it fits (cargo sees to that)."""
+    target = ROOT / "target"
+    if target.exists() or "CARGO_TARGET_DIR" in os.environ:
+        return
+    with lock(cache() / "dependencies.lock", "waiting for another clone"):
+        seeds = sorted(cache().glob("dependencies-*/"), key=lambda seed: (seed == seed_of_target(), seed.stat().st_mtime))
+        if seeds:
+            with step("dependencies that an earlier clone built"):
+                new = target.with_name("target.new")
+                shutil.rmtree(new, ignore_errors=True)
+                # With the files' times: cargo compares them.
+                subprocess.run(["cp", "-a", "--reflink=auto", str(seeds[-1]), str(new)], check=True)
+                new.rename(target)
+
+
+def save_target():
+    """Keeps the built dependencies for the next clone, if there are more than last time."""
+    target, seed = ROOT / "target", seed_of_target()
+    if "CARGO_TARGET_DIR" in os.environ or len(units(target)) <= len(units(seed)):
+        return
+    with lock(cache() / "dependencies.lock", "waiting for another clone"), step("built dependencies kept for the next clone"):
+        new = cache() / "dependencies.new"
+        shutil.rmtree(new, ignore_errors=True)
+        for profile in target.glob("*/.fingerprint"):
+            profile = profile.parent
+            copy = new / profile.name
+            copy.mkdir(parents=True)
+            for part in (".fingerprint", "build", "deps"):
+                subprocess.run(["cp", "-a", "--reflink=auto", str(profile / part), str(copy)], check=True)
+            for own in copy.glob(".fingerprint/jobrequest-*"):
+                for path in [own, *copy.glob(f"*/*-{own.name.rpartition('-')[2]}*")]:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        shutil.rmtree(seed, ignore_errors=True)
+        new.rename(seed)
+        for old in sorted(cache().glob("dependencies-*/"), key=lambda p: p.stat().st_mtime)[:-2]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 # --- processes ------------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ class System:
         """Runs a tool against the cluster as its administrator and returns its output."""
         done = subprocess.run(list(map(str, command)), env=self.tools, input=text, capture_output=True, text=True)
         if done.returncode:
-            raise Failed(f"{' '.join(map(str, command[:4]))}: {done.stderr.strip()[-2000:]}", self.stores.parts["kube-apiserver"].log)
+            raise Failed(f"{' '.join(map(str, command[:4]))}: {done.stderr.strip()[-2000:]}")
         return done.stdout
 
     def logged(self, name, command, env):
