@@ -1,5 +1,6 @@
 //! JobRequest: background jobs as Kubernetes resources, run from one Postgres queue.
 
+pub mod admin;
 pub mod api;
 pub mod job;
 pub mod kinds;

@@ -1,0 +1,240 @@
+//! The counters and gauges, by the names that dashboards rely on. Labels are bounded: a kind that this program does not
+//! know counts as `other`, an outcome is one of a closed list.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+
+use crate::job::Status;
+use crate::queue::KindDepth;
+
+/// All metrics of both programs; clones share them. One that a program never touches stays empty there.
+#[derive(Debug, Clone)]
+pub struct Metrics {
+    registry: Arc<Registry>,
+    kinds: Arc<[&'static str]>,
+    started: Family<ByKind, Counter>,
+    completed: Family<ByOutcome, Counter>,
+    duration: Family<ByOutcome, Histogram>,
+    depth: Family<ByStatus, Gauge>,
+    oldest_ready: Family<ByKind, Gauge<f64, AtomicU64>>,
+    start_latency: Histogram,
+    status_lag: Histogram,
+    reconciles: Family<ReconcileOutcome, Counter>,
+    reconcile_duration: Histogram,
+}
+
+/// How an attempt ended, as `worker_jobs_completed_total` and `worker_job_duration_seconds` name it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum JobOutcome {
+    Succeeded,
+    /// Failed; another attempt follows.
+    Retrying,
+    FailedPermanent,
+    Cancelled,
+    /// Given back without cost: the worker shut down, or the other side asked for time.
+    HandedBack,
+    /// The lease ended before the attempt's end could be written: somebody else runs the job now.
+    Lost,
+}
+
+impl JobOutcome {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Succeeded => "succeeded",
+            Self::Retrying => "retrying",
+            Self::FailedPermanent => "failed_permanent",
+            Self::Cancelled => "cancelled",
+            Self::HandedBack => "handed_back",
+            Self::Lost => "lost",
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByKind {
+    kind: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByOutcome {
+    kind: &'static str,
+    outcome: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByStatus {
+    kind: &'static str,
+    status: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ReconcileOutcome {
+    outcome: &'static str,
+}
+
+/// The label of every kind that is not known here.
+const OTHER: &str = "other";
+/// The states of jobs that have not ended, for the depth.
+const LIVE: [Status; 3] = [Status::Queued, Status::Running, Status::Retrying];
+
+/// In seconds: from a millisecond for what the queue does to a day for what a job may take.
+fn seconds() -> Histogram {
+    Histogram::new([
+        0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0,
+        7200.0, 86400.0,
+    ])
+}
+
+impl Metrics {
+    /// `kinds` are the values of the label `kind`; every other kind is `other`.
+    pub fn new(kinds: impl IntoIterator<Item = &'static str>) -> Self {
+        let mut registry = Registry::default();
+        let started = Family::default();
+        let completed = Family::default();
+        let duration = Family::new_with_constructor(seconds as fn() -> Histogram);
+        let depth = Family::default();
+        let oldest_ready = Family::default();
+        let (start_latency, status_lag, reconcile_duration) = (seconds(), seconds(), seconds());
+        let reconciles = Family::default();
+        // The registry adds `_total` to a counter's name and a full stop to the help.
+        registry.register("worker_jobs_started", "Attempts started, by kind", started.clone());
+        registry.register("worker_jobs_completed", "Attempts ended, by kind and outcome", completed.clone());
+        registry.register("worker_job_duration_seconds", "From claim to end of an attempt", duration.clone());
+        registry.register("jobrequest_queue_depth", "Jobs that have not ended, by kind and status", depth.clone());
+        registry.register(
+            "jobrequest_queue_oldest_ready_seconds",
+            "For how long the oldest ready job has been due, by kind",
+            oldest_ready.clone(),
+        );
+        registry.register("jobrequest_start_latency_seconds", "From due to claimed", start_latency.clone());
+        registry.register(
+            "jobrequest_status_lag_seconds",
+            "From the change of a row to the write of the status that shows it",
+            status_lag.clone(),
+        );
+        registry.register("jobrequest_reconciles", "Reconciles, by outcome", reconciles.clone());
+        registry.register("jobrequest_reconcile_duration_seconds", "Time of one reconcile", reconcile_duration.clone());
+        Self {
+            registry: Arc::new(registry),
+            kinds: kinds.into_iter().collect(),
+            started,
+            completed,
+            duration,
+            depth,
+            oldest_ready,
+            start_latency,
+            status_lag,
+            reconciles,
+            reconcile_duration,
+        }
+    }
+
+    /// An attempt was claimed, this long after it had become due.
+    pub fn job_started(&self, kind: &str, waited: Duration) {
+        self.started.get_or_create(&ByKind { kind: self.label(kind) }).inc();
+        self.start_latency.observe(waited.as_secs_f64());
+    }
+
+    /// An attempt ended, this long after its claim.
+    pub fn job_completed(&self, kind: &str, outcome: JobOutcome, took: Duration) {
+        let labels = ByOutcome { kind: self.label(kind), outcome: outcome.as_str() };
+        self.completed.get_or_create(&labels).inc();
+        self.duration.get_or_create(&labels).observe(took.as_secs_f64());
+    }
+
+    /// The queue as it is now; kinds and states that are not named have no jobs.
+    pub fn queue_depth(&self, depth: &[KindDepth]) {
+        let labels = self.kinds.iter().copied().chain([OTHER]);
+        let mut jobs: BTreeMap<_, i64> =
+            labels.clone().flat_map(|kind| LIVE.map(|status| ((kind, status), 0))).collect();
+        let mut oldest: BTreeMap<_, Duration> = labels.map(|kind| (kind, Duration::ZERO)).collect();
+        for KindDepth { kind, status, jobs: count, oldest_ready } in depth {
+            let kind = self.label(kind);
+            *jobs.entry((kind, *status)).or_default() += i64::try_from(*count).unwrap_or(i64::MAX);
+            let known = oldest.entry(kind).or_default();
+            *known = (*known).max(*oldest_ready);
+        }
+        for ((kind, status), count) in jobs {
+            self.depth.get_or_create(&ByStatus { kind, status: status.as_str() }).set(count);
+        }
+        for (kind, age) in oldest {
+            self.oldest_ready.get_or_create(&ByKind { kind }).set(age.as_secs_f64());
+        }
+    }
+
+    /// A status was written, this long after its row changed.
+    pub fn status_written(&self, lag: Duration) {
+        self.status_lag.observe(lag.as_secs_f64());
+    }
+
+    /// A reconcile ended. `outcome` is a word from a closed list.
+    pub fn reconciled(&self, outcome: &'static str, took: Duration) {
+        self.reconciles.get_or_create(&ReconcileOutcome { outcome }).inc();
+        self.reconcile_duration.observe(took.as_secs_f64());
+    }
+
+    /// Everything as OpenMetrics text.
+    pub fn text(&self) -> String {
+        let mut text = String::new();
+        // Writing to a String can't fail, and each metric encodes itself.
+        _ = prometheus_client::encoding::text::encode(&mut text, &self.registry);
+        text
+    }
+
+    fn label(&self, kind: &str) -> &'static str {
+        self.kinds.iter().copied().find(|known| *known == kind).unwrap_or(OTHER)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metrics_keep_their_names_and_labels_are_bounded() {
+        let metrics = Metrics::new(["send_email"]);
+        metrics.job_started("send_email", Duration::from_millis(2));
+        metrics.job_completed("mallory's", JobOutcome::FailedPermanent, Duration::from_secs(3));
+        metrics.reconciled("applied", Duration::from_millis(1));
+        metrics.status_written(Duration::from_millis(1));
+        let text = metrics.text();
+        for line in [
+            "worker_jobs_started_total{kind=\"send_email\"} 1",
+            "worker_jobs_completed_total{kind=\"other\",outcome=\"failed_permanent\"} 1",
+            "worker_job_duration_seconds_sum{kind=\"other\",outcome=\"failed_permanent\"} 3.0",
+            "jobrequest_start_latency_seconds_count 1",
+            "jobrequest_status_lag_seconds_count 1",
+            "jobrequest_reconciles_total{outcome=\"applied\"} 1",
+            "jobrequest_reconcile_duration_seconds_count 1",
+        ] {
+            assert!(text.lines().any(|have| have == line), "{line} is not in\n{text}");
+        }
+        assert!(!text.contains("mallory"));
+    }
+
+    #[test]
+    fn an_emptied_queue_shows_zero_and_unknown_kinds_add_up() {
+        let metrics = Metrics::new(["send_email"]);
+        let depth = |kind: &str, jobs| KindDepth {
+            kind: kind.to_owned(),
+            status: Status::Queued,
+            jobs,
+            oldest_ready: Duration::from_secs(jobs),
+        };
+        metrics.queue_depth(&[depth("send_email", 4), depth("a", 2), depth("b", 3)]);
+        let text = metrics.text();
+        assert!(text.contains("jobrequest_queue_depth{kind=\"other\",status=\"queued\"} 5\n"), "{text}");
+        assert!(text.contains("jobrequest_queue_oldest_ready_seconds{kind=\"other\"} 3.0\n"), "{text}");
+        metrics.queue_depth(&[]);
+        assert!(metrics.text().contains("jobrequest_queue_depth{kind=\"send_email\",status=\"queued\"} 0\n"));
+    }
+}
