@@ -77,3 +77,233 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
   resources: [events]
   verbs: [create, patch]
 {{- end }}
+
+{{- define "jobrequest.image" -}}
+{{- with .Values.image -}}
+{{- with .registry }}{{ . }}/{{ end }}{{ .repository }}
+{{- if .digest }}@{{ .digest }}{{ else }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{- /* A pool with the defaults it doesn't replace, as YAML. Shallow: a pool's `resources` are all its resources. */ -}}
+{{- define "jobrequest.pool" -}}
+{{- $pool := dict }}
+{{- range $key, $value := .root.Values.workerDefaults }}{{ $_ := set $pool $key $value }}{{ end }}
+{{- range $key, $value := .pool }}{{ $_ := set $pool $key $value }}{{ end }}
+{{- toYaml $pool }}
+{{- end }}
+
+{{- /* Environment. A program's own variables are joined with the user's by "jobrequest.env"; the user's win. */ -}}
+{{- define "jobrequest.env" -}}
+{{- $theirs := .theirs | default list }}
+{{- $names := list }}
+{{- range $theirs }}{{ $names = append $names .name }}{{ end }}
+{{- $env := list }}
+{{- range .ours | fromYamlArray }}{{ if not (has .name $names) }}{{ $env = append $env . }}{{ end }}{{ end }}
+{{- toYaml (concat $env $theirs) }}
+{{- end }}
+
+{{- define "jobrequest.env.database" -}}
+- name: DATABASE_URL
+  valueFrom: {secretKeyRef: {name: {{ .Values.database.existingSecret }}, key: {{ .Values.database.urlKey }}}}
+{{- with .Values.database.directUrlKey }}
+- name: JOBREQUEST_DATABASE_DIRECT_URL
+  valueFrom: {secretKeyRef: {name: {{ $.Values.database.existingSecret }}, key: {{ . }}}}
+{{- end }}
+{{- end }}
+
+{{- define "jobrequest.env.log" -}}
+- {name: JOBREQUEST_LOG, value: {{ .Values.settings.log | quote }}}
+- {name: JOBREQUEST_LOG_FORMAT, value: {{ .Values.settings.logFormat | quote }}}
+{{- end }}
+
+{{- /* int64, because Helm reads numbers as floats and would write 1000000 as 1e+06. */ -}}
+{{- define "jobrequest.env.common" -}}
+{{ include "jobrequest.env.database" . }}
+{{ include "jobrequest.env.log" . }}
+{{- with .Values.settings }}
+- {name: JOBREQUEST_INSTALL, value: {{ .install | quote }}}
+- {name: JOBREQUEST_LEASE_SECONDS, value: {{ .leaseSeconds | int64 | quote }}}
+- {name: JOBREQUEST_POLL_SECONDS, value: {{ .pollSeconds | int64 | quote }}}
+- {name: JOBREQUEST_RETRY_BASE_SECONDS, value: {{ .retryBaseSeconds | int64 | quote }}}
+- {name: JOBREQUEST_RETRY_CAP_SECONDS, value: {{ .retryCapSeconds | int64 | quote }}}
+- {name: JOBREQUEST_RETENTION_SECONDS, value: {{ .retentionSeconds | int64 | quote }}}
+- {name: JOBREQUEST_KEY_RETENTION_SECONDS, value: {{ .keyRetentionSeconds | int64 | quote }}}
+{{- end }}
+- {name: JOBREQUEST_HTTP_ADDR, value: "{{ .Values.http.host }}:{{ .Values.http.port | int64 }}"}
+{{- end }}
+
+{{- define "jobrequest.env.controller" -}}
+{{ include "jobrequest.env.common" . }}
+{{- with .Values.watchNamespaces }}
+- {name: JOBREQUEST_WATCH_NAMESPACES, value: {{ join "," . | quote }}}
+{{- end }}
+{{- if not (kindIs "invalid" .Values.controller.defaultTtlSeconds) }}
+- {name: JOBREQUEST_DEFAULT_TTL_SECONDS, value: {{ .Values.controller.defaultTtlSeconds | int64 | quote }}}
+{{- end }}
+{{- end }}
+
+{{- /* Whether a pool runs a kind: "true" or nothing. Give (dict "pool" <the pool with its defaults> "kind" <kind>). */ -}}
+{{- define "jobrequest.runs" -}}
+{{- if or (not .pool.kinds) (has .kind .pool.kinds) }}true{{ end }}
+{{- end }}
+
+{{- /* A pool gets no secret of a kind that it doesn't run. Give (dict "root" $ "pool" <the pool with its defaults>). */ -}}
+{{- define "jobrequest.env.worker" -}}
+{{ include "jobrequest.env.common" .root }}
+- {name: JOBREQUEST_CONCURRENCY, value: {{ .pool.concurrency | int64 | quote }}}
+{{- with .pool.kinds }}
+- {name: JOBREQUEST_KINDS, value: {{ join "," . | quote }}}
+{{- end }}
+- {name: JOBREQUEST_SHUTDOWN_GRACE_SECONDS, value: {{ include "jobrequest.shutdownGraceSeconds" . | quote }}}
+{{- if include "jobrequest.runs" (dict "pool" .pool "kind" "send_email") }}
+{{- with .root.Values.smtp }}
+{{- if .existingSecret }}
+- name: JOBREQUEST_SMTP_URL
+  valueFrom: {secretKeyRef: {name: {{ .existingSecret }}, key: {{ .urlKey }}}}
+{{- end }}
+{{- with .from }}
+- {name: JOBREQUEST_SMTP_FROM, value: {{ . | quote }}}
+{{- end }}
+{{- if .allowPlaintext }}
+- {name: JOBREQUEST_SMTP_ALLOW_PLAINTEXT, value: "true"}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if include "jobrequest.runs" (dict "pool" .pool "kind" "webhook_delivery") }}
+{{- with .root.Values.webhook }}
+{{- if .existingSecret }}
+- name: JOBREQUEST_WEBHOOK_SECRET
+  valueFrom: {secretKeyRef: {name: {{ .existingSecret }}, key: {{ .secretKey }}}}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if include "jobrequest.runs" (dict "pool" .pool "kind" "resize_image") }}
+{{- with .root.Values.objectStore }}
+{{- if .existingClaim }}
+- {name: JOBREQUEST_OBJECT_STORE_URL, value: "file:///var/lib/jobrequest"}
+{{- else if .url }}
+- {name: JOBREQUEST_OBJECT_STORE_URL, value: {{ .url | quote }}}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- with .root.Values.egress.allow }}
+- {name: JOBREQUEST_EGRESS_ALLOW, value: {{ join "," . | quote }}}
+{{- end }}
+{{- with .root.Values.egress.deny }}
+- {name: JOBREQUEST_EGRESS_DENY, value: {{ join "," . | quote }}}
+{{- end }}
+{{- end }}
+
+{{- define "jobrequest.shutdownGraceSeconds" -}}
+{{- if kindIs "invalid" .pool.shutdownGraceSeconds }}{{ .root.Values.settings.shutdownGraceSeconds | int64 }}{{ else }}{{ .pool.shutdownGraceSeconds | int64 }}{{ end }}
+{{- end }}
+
+{{- /*
+Migrations run, by default, in an init container of every Pod: `jobrequest migrate` takes a lock in the database, does what is
+missing and ends, so any number of Pods may start at once and in any order. A hook would be wrong in several ways: as
+pre-install it comes before a database of the same release, as post-install it deadlocks with `helm --wait` (Pods wait for the
+schema, Helm waits for Pods), and `--no-hooks` or a restored database leaves the schema behind until the next upgrade. With
+init containers, `--wait` and `--atomic` (`--rollback-on-failure`), Argo CD and Flux see only Deployments that become ready
+once the schema is there, and a Pod that meets an empty database mends it. Only this container gets the migration's Secret.
+After a roll-back the older program runs on the newer schema; the next migration's author has to allow that.
+*/ -}}
+{{- define "jobrequest.migrate.container" -}}
+- name: migrate
+  image: {{ include "jobrequest.image" .root | quote }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  args: [migrate]
+  env:
+    {{- if .root.Values.migrate.existingSecret }}
+    - name: DATABASE_URL
+      valueFrom: {secretKeyRef: {name: {{ .root.Values.migrate.existingSecret }}, key: {{ .root.Values.migrate.urlKey }}}}
+    {{- else }}
+    {{- include "jobrequest.env.database" .root | nindent 4 }}
+    {{- end }}
+    {{- include "jobrequest.env.log" .root | nindent 4 }}
+  resources:
+    {{- toYaml .root.Values.migrate.resources | nindent 4 }}
+  securityContext:
+    {{- toYaml .root.Values.securityContext | nindent 4 }}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    {{- with .volumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end }}
+
+{{- /* Ready means: both stores answer. Alive means only that the process does, so a database that is down restarts nothing. */ -}}
+{{- define "jobrequest.probes" -}}
+startupProbe:
+  httpGet: {path: /healthz, port: http}
+  periodSeconds: 1
+  failureThreshold: 60
+livenessProbe:
+  httpGet: {path: /healthz, port: http}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+readinessProbe:
+  httpGet: {path: /readyz, port: http}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: 2
+{{- end }}
+
+{{- /* Where Pods go. Give (dict "spec" <controller or pool> "selector" <labels as YAML>). */ -}}
+{{- define "jobrequest.placement" -}}
+{{- with .spec.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .spec.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .spec.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .spec.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .spec.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- range . }}
+  - {{ toYaml (merge (dict) . (dict "labelSelector" (dict "matchLabels" ($.selector | fromYaml)))) | nindent 4 | trim }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "jobrequest.podDisruptionBudget" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ .name }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "jobrequest.labels" . | nindent 4 }}
+spec:
+  maxUnavailable: {{ .budget.maxUnavailable }}
+  # A Pod that isn't ready does no work: it must not keep a node from being drained.
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels:
+      {{- include "jobrequest.selectorLabels" . | nindent 6 }}
+{{- end }}
+
+{{- /* What a schema can't say well: the remedy. `helm lint` lets these pass, installing doesn't. */ -}}
+{{- define "jobrequest.validate" -}}
+{{- if not .Values.database.existingSecret }}
+{{- fail (printf "\n\ndatabase.existingSecret isn't set: name a Secret in namespace %s that holds the Postgres URL. For example:\n  kubectl --namespace %s create secret generic jobrequest-db --from-literal=%s=postgres://user:password@host/database\n  helm ... --set database.existingSecret=jobrequest-db\n" .Release.Namespace .Release.Namespace .Values.database.urlKey) }}
+{{- end }}
+{{- if and .Values.objectStore.url .Values.objectStore.existingClaim }}
+{{- fail "\n\nobjectStore.url and objectStore.existingClaim are both set: pictures go to one place, so set one of them.\n" }}
+{{- end }}
+{{- range $name, $pool := .Values.workers }}
+{{- $pool := include "jobrequest.pool" (dict "root" $ "pool" $pool) | fromYaml }}
+{{- if and (include "jobrequest.runs" (dict "pool" $pool "kind" "resize_image")) (not $.Values.objectStore.url) (not $.Values.objectStore.existingClaim) }}
+{{- fail (printf "\n\nThe worker pool %q runs resize_image, which needs a place for its pictures. One of:\n  --set objectStore.url=s3://bucket/prefix          (or gs://, az://)\n  --set objectStore.existingClaim=NAME              (a PersistentVolumeClaim)\n  --set 'workers.%s.kinds={send_email,summarize_text,webhook_delivery}'          (no resize_image)\n" $name $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
