@@ -1,0 +1,164 @@
+//! `resize_image`: fetches a picture, resizes it and writes it to the operator's object store.
+//!
+//! A retry writes the same object again. An object that is there already is replaced, whoever wrote it: within one
+//! namespace a `destination` belongs to whoever names it.
+
+mod pixels;
+mod store;
+#[cfg(test)]
+mod tests;
+
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use object_store::path::Path;
+use reqwest::{Method, Request};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use url::Url;
+
+pub use store::ObjectStoreSettings;
+
+use self::pixels::{Fit, Format, Resized};
+use super::egress::{self, Egress};
+use super::payload::{Field, PayloadError, Shape, check_fields, optional, required};
+use super::{Attempt, Executed, Executor, Failure, cpu};
+
+pub const KIND: &str = "resize_image";
+
+/// The longest side of a result.
+const MAX_SIDE: u64 = 10_000;
+/// Width times height of a result.
+const MAX_PIXELS: u64 = 40_000_000;
+const MAX_SOURCE_BYTES: usize = 32 * 1024 * 1024;
+
+const FIELDS: &[Field] = &[
+    required("source_url", Shape::Text { max_chars: 2048 }),
+    required("width", Shape::Integer { min: 1, max: MAX_SIDE }),
+    required("height", Shape::Integer { min: 1, max: MAX_SIDE }),
+    optional("fit", Shape::OneOf(&["contain", "cover", "fill"])),
+    optional("format", Shape::OneOf(&["png", "jpeg", "webp"])),
+    optional("destination", Shape::Text { max_chars: 900 }),
+];
+
+pub struct ResizeImage {
+    egress: Egress,
+    store: Option<ObjectStoreSettings>,
+}
+
+#[derive(Debug)]
+struct Order {
+    source: Url,
+    size: (u32, u32),
+    fit: Fit,
+    /// As asked for, or as the destination's ending says; else the source's.
+    format: Option<Format>,
+    destination: Option<Path>,
+}
+
+#[derive(Deserialize)]
+struct Payload {
+    source_url: String,
+    width: u32,
+    height: u32,
+    fit: Option<String>,
+    format: Option<String>,
+    destination: Option<String>,
+}
+
+impl ResizeImage {
+    pub fn new(egress: Egress, store: Option<ObjectStoreSettings>) -> Self {
+        Self { egress, store }
+    }
+
+    async fn resize(&self, attempt: &Attempt) -> Executed {
+        let Some(store) = &self.store else {
+            return Err(Failure::passing(
+                "NotConfigured",
+                "this install has no object store: set JOBREQUEST_OBJECT_STORE_URL",
+            ));
+        };
+        let Order { source, size, fit, format, destination } = attempt.checked(parse)?;
+        let namespace = attempt.namespace.as_deref();
+        let picture = self.fetch(attempt, store, source).await?;
+        attempt.checkpoint()?;
+        let Resized { bytes, width, height, format, animated } =
+            cpu::run(attempt, move |stop| pixels::resize(&picture, size, fit, format, stop)).await?;
+        let name = || Path::from(format!("{}.{}", attempt.job_id, format.name()));
+        let path = store.place(namespace, &destination.unwrap_or_else(name));
+        let written = bytes.len();
+        store.write(&path, bytes.into(), format.content_type()).await?;
+        Ok(json!({
+            "url": store.url_of(&path),
+            "key": path.as_ref(),
+            "width": width,
+            "height": height,
+            "bytes": written,
+            "format": format.name(),
+            "animated": animated,
+        }))
+    }
+
+    async fn fetch(&self, attempt: &Attempt, store: &ObjectStoreSettings, source: Url) -> Result<Vec<u8>, Failure> {
+        if !matches!(source.scheme(), "http" | "https") {
+            let path = store.source(attempt.namespace.as_deref(), &source)?;
+            return store.read(&path, MAX_SOURCE_BYTES).await;
+        }
+        let request = Request::new(Method::GET, source);
+        let reply = self.egress.send(request, MAX_SOURCE_BYTES, attempt.soft_deadline()).await?.accepted()?;
+        if reply.truncated { Err(too_large(MAX_SOURCE_BYTES)) } else { Ok(reply.body) }
+    }
+}
+
+impl Executor for ResizeImage {
+    fn kind(&self) -> &'static str {
+        KIND
+    }
+
+    fn execute<'a>(&'a self, attempt: &'a Attempt) -> BoxFuture<'a, Executed> {
+        let work = async {
+            tokio::time::timeout_at(attempt.soft_deadline(), self.resize(attempt)).await.unwrap_or_else(|_| {
+                Err(Failure::passing("Timeout", "the picture was not done when the attempt's time was over"))
+            })
+        };
+        attempt.unless_stopped(work).boxed()
+    }
+}
+
+pub(super) fn validate(payload: &Value) -> Result<(), PayloadError> {
+    parse(payload).map(drop)
+}
+
+fn parse(payload: &Value) -> Result<Order, PayloadError> {
+    check_fields(payload, FIELDS)?;
+    let Payload { source_url, width, height, fit, format, destination } =
+        Payload::deserialize(payload).map_err(|_| PayloadError::new("", "can't be read as a picture's"))?;
+    if u64::from(width) * u64::from(height) > MAX_PIXELS {
+        return Err(PayloadError::new("width", "times height must be at most 40000000"));
+    }
+    let destination = destination.as_deref().map(store::parse_key).transpose()?;
+    let by_ending = || destination.as_ref()?.extension().and_then(|ending| Format::named(&ending.to_ascii_lowercase()));
+    Ok(Order {
+        source: parse_source(&source_url)?,
+        size: (width, height),
+        fit: match fit.as_deref() {
+            Some("cover") => Fit::Cover,
+            Some("fill") => Fit::Fill,
+            Some(_) | None => Fit::Contain,
+        },
+        format: format.as_deref().and_then(Format::named).or_else(by_ending),
+        destination,
+    })
+}
+
+fn parse_source(text: &str) -> Result<Url, PayloadError> {
+    if let Ok(url) = Url::parse(text)
+        && matches!(url.scheme(), "s3" | "gs" | "az")
+    {
+        return Ok(url);
+    }
+    egress::parse_url(text).map_err(|problem| PayloadError::new("source_url", problem))
+}
+
+fn too_large(limit: usize) -> Failure {
+    Failure::permanent("SourceTooLarge", format!("the source has more than {} MiB", limit / 1024 / 1024))
+}
