@@ -4,7 +4,19 @@
 //! worker hands an [`Attempt`] to the executor of its kind and turns what comes back into the row's next state;
 //! the controller uses [`validate`] alone, so that a payload no executor would take never becomes a row.
 //!
-//! A new kind is one file with an `Executor` and one line in [`Registry::builtin`].
+//! A new kind is one file with an `Executor` and one line in [`Registry::builtin`] (and one in [`validate`], when
+//! JobRequests of it are to be accepted).
+
+mod cpu;
+pub mod egress;
+pub mod email;
+pub mod image;
+mod payload;
+mod settings;
+pub mod summary;
+#[cfg(test)]
+mod tests;
+pub mod webhook;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,6 +30,12 @@ use serde_json::value::RawValue;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
+
+pub use payload::PayloadError;
+pub use settings::{KindSettings, SettingsError};
+
+/// What a namespace is called for rows enqueued in SQL, which have none: no real namespace can be named so.
+pub(crate) const NO_NAMESPACE: &str = "_sql";
 
 /// What an attempt came to: the job's result (any JSON, kept whole in the row), or why there is none.
 pub type Executed = Result<Value, Failure>;
@@ -100,6 +118,10 @@ impl Failure {
     pub fn message(&self) -> &str {
         &self.message
     }
+
+    pub fn progress(&self) -> Option<&Value> {
+        self.progress.as_ref()
+    }
 }
 
 /// One attempt as its executor sees it.
@@ -143,6 +165,11 @@ impl Attempt {
             .map_err(|e| Failure::permanent("PayloadInvalid", describe_json_error(&e)))
     }
 
+    /// The payload read and checked by `parse`, as at acceptance.
+    pub(crate) fn checked<T>(&self, parse: impl FnOnce(&Value) -> Result<T, PayloadError>) -> Result<T, Failure> {
+        Ok(parse(&self.payload()?)?)
+    }
+
     /// The payload's JSON text with the digits of its numbers as stored.
     pub fn payload_json(&self) -> &RawValue {
         &self.payload
@@ -157,6 +184,12 @@ impl Attempt {
         self.deadline.saturating_duration_since(Instant::now())
     }
 
+    /// When an executor should give up by itself: a little before the deadline, so that it can still say what it was
+    /// waiting for and keep its progress.
+    pub fn soft_deadline(&self) -> Instant {
+        self.deadline - (self.remaining() / 20).min(Duration::from_millis(250))
+    }
+
     /// Resolves when the job was cancelled or the worker can't keep it.
     pub async fn stopped(&self) {
         self.stop.cancelled().await;
@@ -168,6 +201,18 @@ impl Attempt {
     /// [`Failure::cancelled`] when it was.
     pub fn checkpoint(&self) -> Result<(), Failure> {
         if self.stop.is_cancelled() { Err(Failure::cancelled()) } else { Ok(()) }
+    }
+
+    /// Runs `work` until it is done or the attempt is told to stop, whichever comes first.
+    ///
+    /// # Errors
+    /// Those of `work`, or [`Failure::cancelled`] when it was dropped at its next await.
+    pub async fn unless_stopped<T>(&self, work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+        tokio::select! {
+            biased;
+            () = self.stopped() => Err(Failure::cancelled()),
+            done = work => done,
+        }
     }
 
     /// For code on a blocking thread that has to look at it between its own steps.
@@ -197,6 +242,20 @@ fn describe_json_error(error: &serde_json::Error) -> String {
     format!("payload {what}, at column {}", error.column())
 }
 
+/// Whether an executor of this kind would take the payload. Pure; kinds that are not built in are taken as they are.
+///
+/// # Errors
+/// The first field that is wrong, and what would be right, without any value.
+pub fn validate(kind: &str, payload: &Value) -> Result<(), PayloadError> {
+    match kind {
+        email::KIND => email::validate(payload),
+        image::KIND => image::validate(payload),
+        summary::KIND => summary::validate(payload),
+        webhook::KIND => webhook::validate(payload),
+        _ => Ok(()),
+    }
+}
+
 /// The executors of a worker, by kind.
 #[derive(Clone, Default)]
 pub struct Registry {
@@ -206,6 +265,21 @@ pub struct Registry {
 impl Registry {
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// The four kinds that come with JobRequest.
+    ///
+    /// # Errors
+    /// When a setting can't be used: certificates that can't be read, no TLS provider.
+    pub fn builtin(settings: &KindSettings) -> Result<Self, SettingsError> {
+        let KindSettings { egress, smtp, object_store, webhook_masters, extra_roots, resolver } = settings.clone();
+        let extra_roots = extra_roots.as_deref();
+        let egress = egress::Egress::new(egress, extra_roots, resolver)?;
+        Ok(Self::new()
+            .with(email::SendEmail::new(smtp, extra_roots)?)
+            .with(image::ResizeImage::new(egress.clone(), object_store))
+            .with(summary::SummarizeText)
+            .with(webhook::WebhookDelivery::new(egress, webhook_masters)))
     }
 
     /// Adds an executor; one registered before for the same kind is replaced.
