@@ -75,13 +75,13 @@ pub struct JobRequestSpec {
     )]
     pub payload: Option<Json>,
 
-    /// How often the job is tried before it counts as failed, 1 to 100.
+    /// How often the job is tried before it counts as failed, 1 to 100. The default is 3.
     #[serde(default = "default_max_attempts")]
     #[schemars(range(min = 1, max = 100))]
     pub max_attempts: i32,
 
     /// Of requests of this namespace with the same key, kind and payload only one runs; the same key with another
-    /// payload is refused. 1 to 255 characters; without it each request runs. Immutable.
+    /// payload is refused. 1 to 255 characters. Without it each request runs. Immutable.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 255))]
     pub idempotency_key: Option<String>,
@@ -94,17 +94,18 @@ pub struct JobRequestSpec {
         .message("must be a time with date and offset as in RFC 3339, such as 2026-12-24T08:00:00Z or 2026-12-24T09:00:00+01:00"))]
     pub run_at: Option<String>,
 
-    /// Of jobs that may start, those with a higher priority start first. -1000 to 1000.
+    /// Of jobs that may start, those with a higher priority start first. -1000 to 1000, the default is 0.
     #[serde(default)]
     #[schemars(range(min = -1000, max = 1000))]
     pub priority: i32,
 
-    /// An attempt's time limit in seconds, 1 to 86400 (a day). An attempt over it has failed and is tried again.
+    /// An attempt's time limit in seconds, 1 to 86400 (a day), the default is 300. An attempt over it has failed and is
+    /// tried again.
     #[serde(default = "default_timeout_seconds")]
     #[schemars(range(min = 1, max = 86400))]
     pub timeout_seconds: i32,
 
-    /// Holds a job that hasn't started, until it is set to false.
+    /// Holds a job that hasn't started, until it is set to false. The default is false.
     #[serde(default)]
     pub suspend: bool,
 

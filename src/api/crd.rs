@@ -27,6 +27,11 @@ fn crd_json() -> Value {
     spec["required"] = json!(["kind", "payload"]);
     spec["properties"]["payload"]["required"] = Value::Null; // depends on the kind: below
     if let Value::Array(rules) = &mut spec["x-kubernetes-validations"] {
+        rules.push(json!({
+            "rule": "!has(self.payload.width) || !has(self.payload.height) || self.payload.width * self.payload.height <= 40000000",
+            "message": "width times height must be at most 40000000: make one of them smaller",
+            "fieldPath": ".payload.width",
+        }));
         rules.extend(KIND_FIELDS.iter().flat_map(field_rules));
     }
     spec["allOf"] = KIND_FIELDS.iter().flat_map(body_rules).collect();
@@ -122,16 +127,27 @@ pub(super) fn any_json_schema(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"x-kubernetes-preserve-unknown-fields": true, "nullable": true})
 }
 
+/// Headers that the executor of webhook_delivery doesn't let a payload set; lower case.
+const RESERVED_HEADERS: &str = "^(host|content-length|transfer-encoding|connection|keep-alive|te|trailer|upgrade|expect\
+    |http2-settings|forwarded|metadata|metadata-flavor|x-google-metadata-request\
+    |proxy-.*|webhook-.*|x-aws-ec2-metadata-.*|x-forwarded-.*)$";
+
 pub(super) fn headers_schema(_: &mut SchemaGenerator) -> Schema {
     let names = "self.all(name, name.matches('^[-!#$%&*+.^_`|~0-9A-Za-z]{1,128}$'))";
-    let values = "self.all(name, self[name].matches('^[^\\\\x00-\\\\x08\\\\x0a-\\\\x1f\\\\x7f]*$'))";
+    let free = format!("!self.exists(name, name.lowerAscii().matches('{RESERVED_HEADERS}'))");
     json_schema!({
         "type": "object",
-        "additionalProperties": {"type": "string", "maxLength": 4096},
+        "additionalProperties": {
+            "type": "string",
+            "maxLength": 4096,
+            "x-kubernetes-validations": [
+                {"rule": r"self.matches('^[\\t\\x20-\\x7e]*$')", "message": "must be one line of printable ASCII"},
+            ],
+        },
         "maxProperties": 50,
         "x-kubernetes-validations": [
-            {"rule": names, "message": "holds a name that can't be one: only letters, digits and !#$%&*+-.^_`|~ in a header's name, at most 128"},
-            {"rule": values, "message": "holds a value with a line break or another control character: remove it"},
+            {"rule": names, "message": "holds a name that isn't a header's: use only letters, digits and !#$%&*+-.^_`|~, at most 128"},
+            {"rule": free, "message": "holds a header that JobRequest sets or that belongs to the connection (host, content-length, connection, forwarded, metadata, proxy-*, webhook-*, x-forwarded-* and so on): remove it"},
         ],
     })
 }
