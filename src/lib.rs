@@ -2,6 +2,7 @@
 
 pub mod admin;
 pub mod api;
+pub mod controller;
 pub mod job;
 pub mod kinds;
 pub mod queue;

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use chrono::{DateTime, Utc};
 use uuid::Uuid;
 
 use super::Queue;
@@ -31,6 +32,14 @@ pub struct KindDepth {
 }
 
 impl Queue {
+    /// The database's time: the only clock by which anything is decided.
+    ///
+    /// # Errors
+    /// [`Error::Db`], [`Error::Timeout`].
+    pub async fn now(&self) -> Result<DateTime<Utc>> {
+        self.bounded(async { Ok(sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(&self.pool).await?) }).await
+    }
+
     /// One job of this install.
     ///
     /// # Errors

@@ -70,7 +70,9 @@ async fn listen(database: &PgConnectOptions, wakes: &[(Channel, Arc<Notify>)]) -
                 None => wakes.iter().for_each(|(_, notify)| notify.notify_one()),
             },
             Err(_quiet) => match timeout(ANSWER, sqlx::query("SELECT 1").execute(&mut listener)).await {
-                Ok(answer) => drop(answer?),
+                Ok(answer) => {
+                    answer?;
+                }
                 Err(_) => return Err(sqlx::Error::PoolTimedOut),
             },
         }

@@ -1,6 +1,8 @@
 //! The resources behind jobs: who holds a row, which statuses are due, what a deletion means. Called by the
 //! controller alone.
 
+use std::time::Duration;
+
 use chrono::{DateTime, Utc};
 use uuid::Uuid;
 
@@ -81,7 +83,8 @@ impl Queue {
         .bind(uid)
         .fetch_optional(&self.pool)
         .await?;
-        let held: Option<(Uuid, i64, Option<i32>, Option<DateTime<Utc>>)> = sqlx::query_as(
+        type Hold = (Uuid, i64, Option<i32>, Option<DateTime<Utc>>);
+        let held: Option<Hold> = sqlx::query_as(
             "SELECT r.job_id, r.mirrored_revision, k.attempts, k.finished_at FROM job_resources r \
              LEFT JOIN job_keys k ON k.install = r.install AND k.namespace = r.namespace AND k.job_id = r.job_id \
              WHERE r.uid = $1",
@@ -108,7 +111,8 @@ impl Queue {
     /// # Errors
     /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout).
     pub async fn due(&self, after: Option<Uuid>, limit: i64) -> Result<(Vec<ResourceRef>, Option<Uuid>)> {
-        let rows: Vec<(Uuid, Option<Uuid>, Option<String>, Option<String>)> = self
+        type Row = (Uuid, Option<Uuid>, Option<String>, Option<String>);
+        let rows: Vec<Row> = self
             .bounded(async {
                 let rows = sqlx::query_as(
                     "SELECT j.id, r.uid, r.namespace, r.name FROM ( \
@@ -131,9 +135,8 @@ impl Queue {
         if !settled.is_empty() {
             self.bounded(self.settle(&settled)).await?;
         }
-        let to_ref = |(_, uid, namespace, name): (Uuid, Option<Uuid>, Option<String>, Option<String>)| {
-            Some(ResourceRef { uid: uid?, namespace: namespace?, name: name? })
-        };
+        let to_ref =
+            |(_, uid, namespace, name): Row| Some(ResourceRef { uid: uid?, namespace: namespace?, name: name? });
         Ok((rows.into_iter().filter_map(to_ref).collect(), last.filter(|_| whole_page)))
     }
 
@@ -149,27 +152,31 @@ impl Queue {
     }
 
     /// The status of this resource shows this revision of its row. An older revision than one told before, or than
-    /// the row's own, leaves the row due.
+    /// the row's own, leaves the row due. Returns how long the row had been changed, when no other status of it is due.
     ///
     /// # Errors
     /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout).
-    pub async fn acknowledge(&self, uid: Uuid, revision: i64) -> Result<()> {
-        self.bounded(async {
-            sqlx::query(
-                "WITH seen AS ( \
-                     UPDATE job_resources SET mirrored_revision = $2 WHERE uid = $1 AND mirrored_revision < $2 \
-                     RETURNING job_id) \
-                 UPDATE jobs j SET mirror_due = false FROM seen \
-                 WHERE j.id = seen.job_id AND j.revision = $2 AND j.mirror_due AND NOT EXISTS ( \
-                     SELECT FROM job_resources r WHERE r.job_id = j.id AND r.uid <> $1 AND r.mirrored_revision < $2)",
-            )
-            .bind(uid)
-            .bind(revision)
-            .execute(&self.pool)
+    pub async fn acknowledge(&self, uid: Uuid, revision: i64) -> Result<Option<Duration>> {
+        let lag: Option<(f64,)> = self
+            .bounded(async {
+                let lag = sqlx::query_as(
+                    "WITH seen AS ( \
+                         UPDATE job_resources SET mirrored_revision = $2 WHERE uid = $1 AND mirrored_revision < $2 \
+                         RETURNING job_id) \
+                     UPDATE jobs j SET mirror_due = false FROM seen \
+                     WHERE j.id = seen.job_id AND j.revision = $2 AND j.mirror_due AND NOT EXISTS ( \
+                         SELECT FROM job_resources r \
+                         WHERE r.job_id = j.id AND r.uid <> $1 AND r.mirrored_revision < $2) \
+                     RETURNING extract(epoch FROM now() - j.updated_at)::float8",
+                )
+                .bind(uid)
+                .bind(revision)
+                .fetch_optional(&self.pool)
+                .await?;
+                Ok(lag)
+            })
             .await?;
-            Ok(())
-        })
-        .await
+        Ok(lag.and_then(|(seconds,)| Duration::try_from_secs_f64(seconds).ok()))
     }
 
     /// The resource is going: its hold ends, and with the last hold the job is cancelled. Safe to repeat; while the

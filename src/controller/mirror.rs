@@ -1,0 +1,126 @@
+//! Row changes to reconciles, and the loops that look after rows without being asked: rescue, orphans.
+//!
+//! Level-triggered: a row stays due in the database until the status of its newest revision is written, so a lost
+//! notification costs one poll and a crash nothing. The pass over due rows also finds out whether the database lives.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use uuid::Uuid;
+
+use super::Context;
+use super::watch::Watch;
+use crate::admin::{Beat, Part};
+use crate::queue::{Channel, Listener, Queue, ResourceRef, SchemaState};
+
+/// How often the pass runs without a notification.
+const POLL: Duration = Duration::from_secs(2);
+/// The shortest time between two passes: many changes make one pass.
+const GAP: Duration = Duration::from_millis(10);
+const PAGE: i64 = 500;
+
+/// Which resources' rows are known to be newer than what they show: a hint that saves others a look at the database.
+#[derive(Default)]
+pub(super) struct Due(Mutex<HashSet<Uuid>>);
+
+impl Due {
+    fn entries(&self) -> std::sync::MutexGuard<'_, HashSet<Uuid>> {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    pub(super) fn take(&self, uid: Uuid) -> bool {
+        self.entries().remove(&uid)
+    }
+
+    fn put(&self, uid: Uuid) {
+        self.entries().insert(uid);
+    }
+}
+
+/// Sends resources to the controller's queue, which keeps one entry for each.
+#[derive(Clone)]
+pub(super) struct Trigger {
+    pub(super) watches: Arc<Vec<Watch>>,
+}
+
+impl Trigger {
+    pub(super) fn watch_over(&self, resource: &ResourceRef) -> Option<&Watch> {
+        self.watches.iter().find(|watch| watch.covers(&resource.namespace))
+    }
+
+    /// Only resources that the cache knows under this uid: one that is gone is the orphan sweep's.
+    pub(super) fn send(&self, resource: &ResourceRef, due: &Due) {
+        let Some(watch) = self.watch_over(resource) else { return };
+        if watch.knows(resource) {
+            due.put(resource.uid);
+            watch.trigger(resource);
+        }
+    }
+}
+
+/// Passes over due rows until dropped.
+pub(super) async fn run(context: Arc<Context>, trigger: Trigger, listener: Listener, part: Part, beat: Beat) {
+    let mut pause = POLL;
+    loop {
+        match pass(&context, &trigger).await {
+            Ok(()) => {
+                pause = POLL;
+                part.ready();
+                context.gate.open().iter().for_each(|resource| trigger.send(resource, &context.due));
+            }
+            Err(error) => {
+                part.not_ready(error.to_string());
+                context.gate.close().iter().for_each(|resource| trigger.send(resource, &context.due));
+                // Everybody else waits for this loop, so it is the only one to ask.
+                pause = (pause * 2).min(Duration::from_secs(5));
+            }
+        }
+        beat.beat();
+        tokio::time::sleep(GAP).await;
+        tokio::select! {
+            () = listener.woken(Channel::Changed) => {}
+            () = tokio::time::sleep(pause) => {}
+        }
+    }
+}
+
+async fn pass(context: &Context, trigger: &Trigger) -> Result<(), PassError> {
+    if !context.gate.is_open()
+        && let SchemaState::Behind(missing) = context.queue.schema_state().await?
+    {
+        return Err(PassError::Schema { missing });
+    }
+    let mut after = None;
+    loop {
+        let (resources, next) = context.queue.due(after, PAGE).await?;
+        resources.iter().for_each(|resource| trigger.send(resource, &context.due));
+        match next {
+            Some(_) => after = next,
+            None => return Ok(()),
+        }
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+enum PassError {
+    #[error(transparent)]
+    Queue(#[from] crate::queue::Error),
+    #[error("the schema lacks {missing} migrations: run `jobrequest migrate`")]
+    Schema { missing: usize },
+}
+
+/// Ends leases that have run out, for all kinds: a worker pool at zero must not leave rows and finalizers hanging.
+pub(super) async fn rescue(queue: Queue, context: Arc<Context>, every: Duration) {
+    loop {
+        tokio::time::sleep(every).await;
+        if !context.gate.is_open() {
+            continue;
+        }
+        match queue.recover_stale().await {
+            Ok(rescued) if rescued.total() > 0 => tracing::info!(?rescued, "leases had run out"),
+            Ok(_) => {}
+            Err(error) => tracing::debug!(error = %error, "no rescue this time"),
+        }
+    }
+}

@@ -1,0 +1,162 @@
+use chrono::TimeZone;
+use serde_json::json;
+use uuid::Uuid;
+
+use super::*;
+
+fn at(second: u32) -> DateTime<Utc> {
+    Utc.with_ymd_and_hms(2026, 12, 1, 8, 0, second).single().expect("a time")
+}
+
+fn now() -> Timestamp {
+    time(at(30)).0
+}
+
+fn job(state: JobState) -> Job {
+    Job {
+        id: Uuid::nil(),
+        kind: "send_email".into(),
+        attempts: 1,
+        max_attempts: 3,
+        priority: 0,
+        suspended: false,
+        timeout_seconds: 300,
+        idempotency_key: None,
+        namespace: Some("shop".into()),
+        install: "default".into(),
+        last_error: None,
+        run_at: at(0),
+        wanted_run_at: None,
+        started_at: Some(at(1)),
+        finished_at: None,
+        worker: Some("w-1".into()),
+        created_at: at(0),
+        updated_at: at(2),
+        revision: 3,
+        last_retry: None,
+        history: Vec::new(),
+        state,
+    }
+}
+
+fn every_state() -> Vec<JobState> {
+    vec![
+        JobState::Queued { run_at: at(0) },
+        JobState::Running { worker: "w-1".into(), since: at(1), cancel_requested: false },
+        JobState::Retrying { run_at: at(9), error: "HttpStatus: the server answered 503".into() },
+        JobState::Succeeded { at: at(2), result: json!({"status": 200}) },
+        JobState::FailedPermanent { at: at(2), error: "HttpStatus: the server answered 404".into() },
+        JobState::Cancelled { at: at(2) },
+    ]
+}
+
+fn shown_for(job: &Job) -> JobRequestStatus {
+    render(&JobRequestStatus::default(), Some(4), false, &Standing::Row { job, shared: false }, now())
+}
+
+fn condition<'a>(status: &'a JobRequestStatus, type_: &str) -> Option<&'a Condition> {
+    status.conditions.iter().find(|c| c.type_ == type_)
+}
+
+#[test]
+fn ready_is_true_on_success_alone_and_a_bad_end_is_stalled_and_failed() {
+    for state in every_state() {
+        let status = shown_for(&job(state));
+        let phase = status.phase.expect("a phase");
+        let is = |type_| condition(&status, type_).map(|c| c.status.as_str());
+        let succeeded = phase == Phase::Succeeded;
+        let ended_badly = phase.is_terminal() && !succeeded;
+        assert_eq!(is("Ready"), Some(if succeeded { "True" } else { "False" }), "{phase:?}");
+        assert_eq!(is("Complete"), succeeded.then_some("True"), "{phase:?}");
+        assert_eq!(is("Failed"), ended_badly.then_some("True"), "{phase:?}");
+        assert_eq!(is("Stalled"), ended_badly.then_some("True"), "{phase:?}");
+        assert_eq!(is("Accepted"), Some("True"), "{phase:?}");
+        assert_eq!(status.observed_generation, Some(4));
+        assert!(status.conditions.iter().all(|c| c.observed_generation == Some(4)));
+        assert_eq!(status.finished_at.is_some(), phase.is_terminal(), "{phase:?}");
+    }
+}
+
+#[test]
+fn rendering_again_changes_nothing_so_an_idle_controller_writes_nothing() {
+    let later = time(at(59)).0;
+    for state in every_state() {
+        let job = job(state);
+        let first = shown_for(&job);
+        let again = render(&first, Some(4), false, &Standing::Row { job: &job, shared: false }, later);
+        assert_eq!(again, first);
+    }
+}
+
+#[test]
+fn a_condition_keeps_its_time_while_its_status_stays() {
+    let waiting = shown_for(&job(JobState::Queued { run_at: at(0) }));
+    let running = job(JobState::Running { worker: "w".into(), since: at(1), cancel_requested: false });
+    let later = time(at(59)).0;
+    let status = render(&waiting, Some(5), false, &Standing::Row { job: &running, shared: false }, later);
+    assert_eq!(condition(&status, "Ready").expect("Ready").last_transition_time, Time(now()));
+    let done = job(JobState::Succeeded { at: at(2), result: Value::Null });
+    let status = render(&status, Some(5), false, &Standing::Row { job: &done, shared: false }, later);
+    assert_eq!(condition(&status, "Ready").expect("Ready").last_transition_time, Time(later));
+}
+
+#[test]
+fn a_rejected_resource_says_why_and_stops_everybody_who_waits() {
+    let standing = Standing::Rejected { reason: "PayloadInvalid", message: "spec.payload.text holds a NUL".into() };
+    let status = render(&JobRequestStatus::default(), Some(1), false, &standing, now());
+    assert_eq!(status.phase, Some(Phase::Rejected));
+    for (type_, is) in [("Accepted", "False"), ("Ready", "False"), ("Stalled", "True"), ("Failed", "True")] {
+        let condition = condition(&status, type_).expect(type_);
+        assert_eq!((condition.status.as_str(), condition.reason.as_str()), (is, "PayloadInvalid"), "{type_}");
+    }
+}
+
+#[test]
+fn a_database_that_is_away_leaves_what_was_known() {
+    let running = job(JobState::Running { worker: "w".into(), since: at(1), cancel_requested: false });
+    let known = shown_for(&running);
+    let status = render(&known, Some(4), true, &Standing::DatabaseUnavailable, now());
+    assert_eq!((status.phase, status.job_id.as_ref()), (known.phase, known.job_id.as_ref()));
+    assert_eq!(condition(&status, "Ready").expect("Ready").reason, "DatabaseUnavailable");
+    assert_eq!(condition(&status, "Accepted").expect("Accepted").status, "True");
+    let fresh = render(&JobRequestStatus::default(), Some(1), false, &Standing::DatabaseUnavailable, now());
+    assert_eq!(condition(&fresh, "Accepted").expect("Accepted").status, "Unknown");
+}
+
+#[test]
+fn the_largest_status_stays_below_sixteen_kilobytes() {
+    let long = "é".repeat(4096);
+    let mut job = job(JobState::FailedPermanent { at: at(2), error: long.clone() });
+    job.last_error = Some(long.clone());
+    let attempt = |number| PastAttempt {
+        number,
+        worker: Some("w".repeat(255)),
+        from: Some(at(1)),
+        to: at(2),
+        outcome: Outcome::Failed,
+        error: Some(long.clone()),
+    };
+    job.history = (1..=20).map(attempt).collect();
+    let status = shown_for(&job);
+    assert_eq!(status.history.iter().map(|a| a.number).collect::<Vec<_>>(), [16, 17, 18, 19, 20].map(Some));
+    assert!(status.last_error.as_ref().is_some_and(|text| text.len() <= 1024));
+    let size = serde_json::to_string(&status).expect("JSON").len();
+    assert!(size < 16 * 1024, "{size}");
+    let large = self::job(JobState::Succeeded { at: at(2), result: json!("x".repeat(5000)) });
+    assert_eq!(shown_for(&large).result, None, "a result over 4 KiB stays in the row");
+}
+
+#[test]
+fn what_a_person_sees_of_a_retrying_job() {
+    let mut job = job(JobState::Retrying { run_at: at(9), error: "HttpStatus: the server answered 503".into() });
+    job.last_error = Some("HttpStatus: the server answered 503".into());
+    job.history = vec![PastAttempt {
+        number: 1,
+        worker: Some("w-1".into()),
+        from: Some(at(1)),
+        to: at(2),
+        outcome: Outcome::Failed,
+        error: job.last_error.clone(),
+    }];
+    insta::assert_yaml_snapshot!(shown_for(&job));
+}

@@ -1,0 +1,51 @@
+//! `ttlSecondsAfterFinished`: a finished resource goes after its time, unless Git or Helm would bring it back and so
+//! run its work again.
+
+use std::time::Duration;
+
+use kube::ResourceExt;
+
+use super::patch;
+use super::{Context, Result};
+use crate::api::JobRequest;
+
+/// Labels and annotations by which Argo CD, Flux and Helm mark what they keep in place.
+const LABELS: [&str; 3] =
+    ["kustomize.toolkit.fluxcd.io/name", "helm.toolkit.fluxcd.io/name", "argocd.argoproj.io/instance"];
+const ANNOTATIONS: [&str; 2] = ["argocd.argoproj.io/tracking-id", "meta.helm.sh/release-name"];
+
+/// Deletes the resource if its time is over by the database's clock; how long to wait if it is not yet.
+pub(super) async fn expire(object: &JobRequest, context: &Context) -> Result<Option<Duration>> {
+    let Some(ttl) = ttl(object, context.default_ttl) else { return Ok(None) };
+    let status = object.status.as_ref();
+    let Some(finished) = status.and_then(|status| status.finished_at.as_ref()) else { return Ok(None) };
+    if is_kept_by_gitops(object) {
+        tracing::debug!(
+            namespace = object.namespace(),
+            name = object.name_any(),
+            "kept in spite of its TTL: GitOps would bring it back"
+        );
+        return Ok(None);
+    }
+    let now = context.queue.now().await?;
+    let age = now.timestamp().saturating_sub(finished.0.as_second());
+    let age = Duration::from_secs(u64::try_from(age).unwrap_or_default());
+    if age < ttl {
+        // The status shows whole seconds, so the end may have been a second later.
+        return Ok(Some((ttl - age).max(Duration::from_secs(1)).min(Duration::from_secs(3600))));
+    }
+    patch::delete(&context.client, object).await?;
+    Ok(None)
+}
+
+fn ttl(object: &JobRequest, default: Option<Duration>) -> Option<Duration> {
+    match object.spec.ttl_seconds_after_finished {
+        Some(seconds) => u64::try_from(seconds).ok().map(Duration::from_secs),
+        None => default,
+    }
+}
+
+fn is_kept_by_gitops(object: &JobRequest) -> bool {
+    LABELS.iter().any(|label| object.labels().contains_key(*label))
+        || ANNOTATIONS.iter().any(|annotation| object.annotations().contains_key(*annotation))
+}

@@ -1,0 +1,129 @@
+//! The watches: one for the cluster, or one for each namespace that the controller works for.
+//!
+//! The cache keeps no payloads: a row is made from a fresh read, and nothing else needs them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use futures::channel::mpsc::{UnboundedReceiver, UnboundedSender, unbounded};
+use futures::stream::BoxStream;
+use futures::{StreamExt, TryStreamExt};
+use kube::api::ListParams;
+use kube::runtime::reflector::{self, ObjectRef, Store};
+use kube::runtime::{WatchStreamExt, watcher};
+use kube::{Api, Client};
+
+use super::patch;
+use crate::admin::Part;
+use crate::api::JobRequest;
+use crate::queue::ResourceRef;
+
+/// How soon, and how seldom at most, an API server that failed is asked whether it is back.
+const PROBE_MIN: Duration = Duration::from_millis(100);
+const PROBE_MAX: Duration = Duration::from_secs(5);
+
+/// One watch, seen from outside.
+pub(super) struct Watch {
+    /// None for all.
+    namespace: Option<String>,
+    api: Api<JobRequest>,
+    store: Store<JobRequest>,
+    complete: Arc<AtomicBool>,
+    to: UnboundedSender<ObjectRef<JobRequest>>,
+}
+
+impl Watch {
+    pub(super) fn covers(&self, namespace: &str) -> bool {
+        self.namespace.as_deref().is_none_or(|own| own == namespace)
+    }
+
+    /// Whether a whole list has been seen. (`Store::wait_until_ready` wakes one waiter only, and the controller waits.)
+    pub(super) fn is_complete(&self) -> bool {
+        self.complete.load(Ordering::SeqCst)
+    }
+
+    /// Whether the cache has this very resource, not a namesake.
+    pub(super) fn knows(&self, resource: &ResourceRef) -> bool {
+        let cached = self.store.get(&key(resource));
+        cached.is_some_and(|object| patch::uid(&object).is_ok_and(|uid| uid == resource.uid))
+    }
+
+    /// Asks for a reconcile; the controller keeps one entry for each resource.
+    pub(super) fn trigger(&self, resource: &ResourceRef) {
+        // Closed at shutdown only.
+        drop(self.to.unbounded_send(key(resource)));
+    }
+}
+
+fn key(resource: &ResourceRef) -> ObjectRef<JobRequest> {
+    ObjectRef::new(&resource.name).within(&resource.namespace)
+}
+
+/// One watch, seen from its controller.
+pub(super) struct Streams {
+    pub(super) objects: BoxStream<'static, Result<JobRequest, watcher::Error>>,
+    pub(super) store: Store<JobRequest>,
+    pub(super) triggered: UnboundedReceiver<ObjectRef<JobRequest>>,
+}
+
+/// The watches over these namespaces, or one over all.
+pub(super) fn start(client: &Client, namespaces: &[String], part: &Part) -> (Vec<Watch>, Vec<Streams>) {
+    let one = |namespace: Option<&String>| {
+        let api: Api<JobRequest> = match namespace {
+            Some(namespace) => Api::namespaced(client.clone(), namespace),
+            None => Api::all(client.clone()),
+        };
+        let (store, writer) = reflector::store();
+        let (to, triggered) = unbounded();
+        let complete = Arc::new(AtomicBool::new(false));
+        let (seen, part) = (complete.clone(), part.clone());
+        let objects = watcher(api.clone(), watcher::Config::default())
+            .modify(|object| {
+                object.spec.payload = None;
+                object.metadata.managed_fields = None;
+            })
+            .inspect_ok(move |event| {
+                if matches!(event, watcher::Event::InitDone) {
+                    seen.store(true, Ordering::SeqCst);
+                }
+            })
+            .inspect_err(move |error| part.not_ready(format!("watch: {error}")))
+            .default_backoff()
+            .reflect(writer)
+            .applied_objects()
+            .boxed();
+        let watch = Watch { namespace: namespace.cloned(), api, store: store.clone(), complete, to };
+        (watch, Streams { objects, store, triggered })
+    };
+    if namespaces.is_empty() { vec![one(None)] } else { namespaces.iter().map(|name| one(Some(name))).collect() }
+        .into_iter()
+        .unzip()
+}
+
+/// Says when the API server is there: at the start, and again after a watch has failed. Asks nothing while all is well.
+pub(super) async fn probe(watches: Arc<Vec<Watch>>, part: Part) {
+    let mut pause = PROBE_MIN;
+    loop {
+        if part.is_ready() {
+            pause = PROBE_MIN;
+        } else {
+            match look(&watches).await {
+                Ok(()) => part.ready(),
+                Err(why) => part.not_ready(why),
+            }
+            pause = (pause * 2).min(PROBE_MAX);
+        }
+        tokio::time::sleep(pause).await;
+    }
+}
+
+async fn look(watches: &[Watch]) -> Result<(), String> {
+    for watch in watches {
+        patch::bounded(watch.api.list(&ListParams::default().limit(1))).await.map_err(|error| error.to_string())?;
+        if !watch.is_complete() {
+            return Err("the first list of JobRequests is not complete yet".to_owned());
+        }
+    }
+    Ok(())
+}
