@@ -12,10 +12,12 @@ mod mirror;
 mod orphans;
 mod patch;
 mod reconcile;
+mod spec;
 mod status;
 mod ttl;
 mod validate;
 mod watch;
+mod young;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -86,7 +88,7 @@ struct Context {
     queue: Queue,
     gate: gate::Gate,
     due: mirror::Due,
-    young: reconcile::Young,
+    young: young::Young,
     back_off: BackOff,
     metrics: Metrics,
     kubernetes: Part,
@@ -113,7 +115,7 @@ pub async fn run(
         queue: queue.clone(),
         gate: gate::Gate::default(),
         due: mirror::Due::default(),
-        young: reconcile::Young::default(),
+        young: young::Young::default(),
         back_off: BackOff::default(),
         metrics,
         kubernetes: kubernetes.clone(),

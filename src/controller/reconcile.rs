@@ -2,24 +2,22 @@
 //! except for what only the resource knows: that it ended, or once ran.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use chrono::{DateTime, Utc};
 use k8s_openapi::jiff::Timestamp;
 use kube::ResourceExt;
 use kube::runtime::controller::Action;
 use uuid::Uuid;
 
 use super::patch::{self, Written};
+use super::spec::{retry_mark, to_edit, to_job};
 use super::status::{Standing, render};
-use super::validate::validate;
+use super::young::YOUNG;
 use super::{Context, Error, Result, ttl};
-use crate::api::{FINALIZER, JobRequest, JobRequestStatus, Phase, RETRY_ANNOTATION};
+use crate::api::{FINALIZER, JobRequest, JobRequestStatus, Phase};
 use crate::job::{Job, Status};
-use crate::queue::{self, Held, NewJob, Owner, Release, RetryOutcome, SpecEdit};
+use crate::queue::{self, Held, Owner, Release, RetryOutcome};
 
-/// A job that ends within this time shows its end only: two writes saved for each small job.
-const YOUNG: Duration = Duration::from_millis(100);
 /// How often a write that found the resource changed is decided anew before the back-off takes over.
 const REREADS: usize = 4;
 
@@ -35,7 +33,7 @@ enum Step {
 
 pub(super) async fn reconcile(object: Arc<JobRequest>, context: Arc<Context>) -> Result<Action> {
     let due = context.due.take(patch::uid(&object)?);
-    if !due && is_settled(&object) {
+    if !due && is_settled(&object, context.default_ttl) {
         return Ok(Action::await_change());
     }
     if !context.gate.is_open() {
@@ -63,25 +61,27 @@ pub(super) async fn reconcile(object: Arc<JobRequest>, context: Arc<Context>) ->
 
 /// Shows its end, holds nothing and asks for nothing: decided without a look at the database, so that a cold start
 /// with thousands of finished resources costs nothing.
-fn is_settled(object: &JobRequest) -> bool {
-    let Some(status) = &object.status else { return false };
-    let ours = object.finalizers().iter().any(|name| name == FINALIZER);
+fn is_settled(object: &JobRequest, default_ttl: Option<Duration>) -> bool {
     if object.metadata.deletion_timestamp.is_some() {
-        return !ours;
+        return !has_finalizer(object);
     }
-    let ended = status.phase.is_some_and(Phase::is_terminal);
-    ended
-        && !ours
+    let Some(status) = &object.status else { return false };
+    phase(object).is_some_and(Phase::is_terminal)
+        && !has_finalizer(object)
         && status.observed_generation == object.metadata.generation
-        && retry_asked(object, status).is_none()
-        && object.spec.ttl_seconds_after_finished.is_none()
+        && !asks_for_retry(object)
+        && ttl::of(object, default_ttl).is_none()
 }
 
-/// The value of the retry annotation, if it asks for something that the status does not show as done.
-fn retry_asked<'a>(object: &'a JobRequest, status: &JobRequestStatus) -> Option<&'a str> {
-    let asked = object.annotations().get(RETRY_ANNOTATION)?;
-    let may = matches!(status.phase, Some(Phase::FailedPermanent | Phase::Cancelled));
-    (may && status.last_retry.as_ref() != Some(asked)).then_some(asked.as_str())
+fn phase(object: &JobRequest) -> Option<Phase> {
+    object.status.as_ref()?.phase
+}
+
+/// Whether a retry is asked for that the status does not show as done.
+fn asks_for_retry(object: &JobRequest) -> bool {
+    let done = object.status.as_ref().and_then(|status| status.last_retry.as_ref());
+    let may = matches!(phase(object), Some(Phase::FailedPermanent | Phase::Cancelled));
+    may && retry_mark(object).is_some_and(|mark| Some(&mark) != done)
 }
 
 fn has_finalizer(object: &JobRequest) -> bool {
@@ -104,30 +104,28 @@ async fn step(object: &JobRequest, context: &Context) -> Result<Step> {
         Held::KeptKey { job_id, attempts, finished_at } => {
             settle(object, context, &Standing::KeptKey { job_id, attempts, finished_at }).await
         }
-        Held::Vanished { .. } if once_ran(object) => {
-            context.queue.release(uid).await?;
-            settle(object, context, &Standing::RowLost).await
-        }
         Held::Vanished { .. } => {
             // Forgets the row that is gone; then it is as if the resource had never had one.
             context.queue.release(uid).await?;
-            accept(object, context).await
+            without_row(object, context).await
         }
-        Held::Nothing => match object.status.as_ref().and_then(|status| status.phase) {
-            Some(Phase::FailedPermanent | Phase::Cancelled) if asked(object).is_some() => accept(object, context).await,
-            Some(phase) if phase.is_terminal() => rest_without_row(object, context).await,
-            _ if once_ran(object) => settle(object, context, &Standing::RowLost).await,
-            _ => accept(object, context).await,
-        },
+        Held::Nothing => without_row(object, context).await,
     }
 }
 
-fn asked(object: &JobRequest) -> Option<&str> {
-    retry_asked(object, object.status.as_ref()?)
+/// There is no row: what the resource itself shows says whether there should be one.
+async fn without_row(object: &JobRequest, context: &Context) -> Result<Step> {
+    if phase(object).is_some_and(Phase::is_terminal) {
+        if asks_for_retry(object) { accept(object, context).await } else { rest_without_row(object, context).await }
+    } else if once_ran(object) {
+        settle(object, context, &Standing::RowLost).await
+    } else {
+        accept(object, context).await
+    }
 }
 
 fn once_ran(object: &JobRequest) -> bool {
-    object.status.as_ref().is_some_and(|status| status.started_at.is_some() || status.phase == Some(Phase::Running))
+    phase(object) == Some(Phase::Running) || object.status.as_ref().is_some_and(|status| status.started_at.is_some())
 }
 
 /// A resource that has no row: checked, given the finalizer, enqueued.
@@ -169,57 +167,6 @@ async fn accept(object: &JobRequest, context: &Context) -> Result<Step> {
     }
 }
 
-/// The job that a resource asks for, or why there can be none.
-fn to_job(object: &JobRequest) -> Result<NewJob, (&'static str, String)> {
-    let spec = &object.spec;
-    validate(spec).map_err(|rejection| (rejection.reason, rejection.message))?;
-    let invalid = |field: &str, problem: &str| ("SpecInvalid", format!("spec.{field} {problem}"));
-    let payload = match &spec.payload {
-        Some(json) => json.to_value().map_err(|_| invalid("payload", "can't be read as JSON"))?,
-        None => return Err(invalid("payload", "is missing")),
-    };
-    let edit = to_edit(object).map_err(|problem| invalid("runAt", problem))?;
-    let uid = patch::uid(object).map_err(|_| invalid("uid", "is missing"))?;
-    Ok(NewJob {
-        kind: spec.kind.clone(),
-        payload,
-        max_attempts: edit.max_attempts,
-        idempotency_key: spec.idempotency_key.clone(),
-        run_at: edit.run_at,
-        priority: edit.priority,
-        timeout_seconds: edit.timeout_seconds,
-        suspended: edit.suspended,
-        owner: Some(Owner { uid, namespace: object.namespace().unwrap_or_default(), name: object.name_any() }),
-        // A value present at the start asks for nothing. One that an admission let in over-long is cut like any text.
-        last_retry: object.annotations().get(RETRY_ANNOTATION).map(|mark| mark_of(mark)),
-    })
-}
-
-/// A retry's mark as the row keeps it: annotations may be longer than a mark.
-fn mark_of(annotation: &str) -> String {
-    annotation.replace('\0', " ").chars().take(255).collect()
-}
-
-/// The parts of the spec that may change, within the queue's bounds whatever an older schema let in.
-fn to_edit(object: &JobRequest) -> Result<SpecEdit, &'static str> {
-    let spec = &object.spec;
-    let run_at = match &spec.run_at {
-        None => None,
-        Some(text) => Some(
-            DateTime::parse_from_rfc3339(text)
-                .map_err(|_| "is not a time with an offset as in RFC 3339, such as 2026-12-24T08:00:00Z")?
-                .with_timezone(&Utc),
-        ),
-    };
-    Ok(SpecEdit {
-        priority: i16::try_from(spec.priority.clamp(-1000, 1000)).unwrap_or_default(),
-        suspended: spec.suspend,
-        max_attempts: u32::try_from(spec.max_attempts.clamp(1, 100)).unwrap_or(3),
-        timeout_seconds: u32::try_from(spec.timeout_seconds.clamp(1, 86_400)).unwrap_or(300),
-        run_at,
-    })
-}
-
 /// The row is live: keep the finalizer on, bring edits to the row, show its state.
 async fn live(object: &JobRequest, context: &Context, job: &Job, owner: bool, mirrored: i64) -> Result<Step> {
     let uid = patch::uid(object)?;
@@ -256,8 +203,8 @@ async fn ended(object: &JobRequest, context: &Context, job: &Job, owner: bool, m
     context.young.forget(uid);
     let retryable = owner && job.state.status() != Status::Succeeded;
     if retryable
-        && let Some(mark) = object.annotations().get(RETRY_ANNOTATION)
-        && job.last_retry.as_deref() != Some(mark_of(mark).as_str())
+        && let Some(mark) = retry_mark(object)
+        && job.last_retry.as_ref() != Some(&mark)
     {
         if !has_finalizer(object) {
             return Ok(match patch::add_finalizer(&context.client, object).await? {
@@ -265,7 +212,7 @@ async fn ended(object: &JobRequest, context: &Context, job: &Job, owner: bool, m
                 Written::Gone => Step::Rest,
             });
         }
-        match context.queue.retry(job.id, &mark_of(mark)).await? {
+        match context.queue.retry(job.id, &mark).await? {
             RetryOutcome::Queued => {
                 tracing::info!(job = %job.id, namespace = object.namespace(), name = object.name_any(), "retried by a person");
                 return Ok(Step::Reread);
@@ -402,32 +349,4 @@ async fn wait_for_database(object: &JobRequest, context: &Context) -> Result<Act
         }
     }
     Ok(Action::await_change())
-}
-
-/// When resources were enqueued, for as long as it matters.
-#[derive(Default)]
-pub(super) struct Young(std::sync::Mutex<std::collections::HashMap<Uuid, Instant>>);
-
-impl Young {
-    fn entries(&self) -> std::sync::MutexGuard<'_, std::collections::HashMap<Uuid, Instant>> {
-        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
-
-    fn born(&self, uid: Uuid) {
-        self.entries().insert(uid, Instant::now());
-    }
-
-    fn forget(&self, uid: Uuid) {
-        self.entries().remove(&uid);
-    }
-
-    /// What is left of its youth.
-    fn left(&self, uid: Uuid) -> Option<Duration> {
-        let mut entries = self.entries();
-        let left = YOUNG.checked_sub(entries.get(&uid)?.elapsed()).filter(|left| !left.is_zero());
-        if left.is_none() {
-            entries.remove(&uid);
-        }
-        left
-    }
 }

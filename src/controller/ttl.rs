@@ -16,7 +16,7 @@ const ANNOTATIONS: [&str; 2] = ["argocd.argoproj.io/tracking-id", "meta.helm.sh/
 
 /// Deletes the resource if its time is over by the database's clock; how long to wait if it is not yet.
 pub(super) async fn expire(object: &JobRequest, context: &Context) -> Result<Option<Duration>> {
-    let Some(ttl) = ttl(object, context.default_ttl) else { return Ok(None) };
+    let Some(ttl) = of(object, context.default_ttl) else { return Ok(None) };
     let status = object.status.as_ref();
     let Some(finished) = status.and_then(|status| status.finished_at.as_ref()) else { return Ok(None) };
     if is_kept_by_gitops(object) {
@@ -38,7 +38,8 @@ pub(super) async fn expire(object: &JobRequest, context: &Context) -> Result<Opt
     Ok(None)
 }
 
-fn ttl(object: &JobRequest, default: Option<Duration>) -> Option<Duration> {
+/// How long the resource stays after its end; none for ever.
+pub(super) fn of(object: &JobRequest, default: Option<Duration>) -> Option<Duration> {
     match object.spec.ttl_seconds_after_finished {
         Some(seconds) => u64::try_from(seconds).ok().map(Duration::from_secs),
         None => default,
