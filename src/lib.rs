@@ -7,3 +7,4 @@ pub mod job;
 pub mod kinds;
 pub mod queue;
 mod text;
+pub mod worker;

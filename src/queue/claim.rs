@@ -5,7 +5,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::claimed::{ClaimedJob, ClaimedRow, Lease};
-use super::error::Result;
+use super::error::{Error, Result};
 use super::{Channel, Queue};
 use crate::text::storable;
 
@@ -19,6 +19,21 @@ pub struct Heartbeat {
     pub cancel_requested: bool,
 }
 
+/// Names a claim that was tried, whether it took effect or not.
+#[derive(Debug, Clone, Copy)]
+pub struct ClaimTicket {
+    token: Uuid,
+    since: Instant,
+}
+
+/// A claim without an answer: it may have taken effect.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct ClaimError {
+    pub error: Error,
+    pub ticket: ClaimTicket,
+}
+
 const CLAIMED: &str = "j.id, j.kind, j.namespace, j.attempts, j.max_attempts, j.timeout_seconds, \
     coalesce(extract(epoch FROM now() - j.handed_back_at), 0)::float8 AS handed_back_seconds, \
     greatest(extract(epoch FROM now() - j.run_at), 0)::float8 AS waited_seconds, \
@@ -29,24 +44,18 @@ impl Queue {
     ///
     /// Guard: waiting, due by the database's clock, not suspended, of a given kind (a kind unknown to this worker
     /// stays for others), of this install; rows locked by others are skipped. The claim adds one to `attempts` and
-    /// starts a lease under a fresh token. After a lost reply, [`Queue::take_up`] finds the claim by that token.
+    /// starts a lease under a fresh token.
     ///
     /// # Errors
-    /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout). A row that can't be read is ended
-    /// as failed and the next one tried.
-    pub async fn fetch_next(&self, worker: &str, kinds: &[&str]) -> Result<Option<ClaimedJob>> {
-        let token = Uuid::new_v4();
-        let since = Instant::now();
-        match self.bounded(self.claim(worker, kinds, token, since)).await {
-            Err(error) if error.is_passing() => {
-                tracing::debug!(error = %error, "the claim's reply was lost: looking for it by its token");
-                self.bounded(self.take_up(token, since)).await
-            }
-            answer => answer,
-        }
+    /// [`ClaimError`] with the ticket by which [`Queue::take_up`] finds the claim, should it have taken effect. A row
+    /// that can't be read is ended as failed, and nothing is claimed.
+    pub async fn fetch_next(&self, worker: &str, kinds: &[&str]) -> Result<Option<ClaimedJob>, ClaimError> {
+        let ticket = ClaimTicket { token: Uuid::new_v4(), since: Instant::now() };
+        let claimed = self.bounded(self.claim(worker, kinds, ticket)).await;
+        claimed.map_err(|error| ClaimError { error, ticket })
     }
 
-    async fn claim(&self, worker: &str, kinds: &[&str], token: Uuid, since: Instant) -> Result<Option<ClaimedJob>> {
+    async fn claim(&self, worker: &str, kinds: &[&str], ticket: ClaimTicket) -> Result<Option<ClaimedJob>> {
         let sql = format!(
             "WITH next AS ( \
                  SELECT id FROM jobs \
@@ -61,31 +70,32 @@ impl Queue {
         let row: Option<ClaimedRow> = sqlx::query_as(AssertSqlSafe(sql))
             .bind(&self.settings.install)
             .bind(kinds)
-            .bind(token)
+            .bind(ticket.token)
             .bind(storable(worker, 255))
             .bind(self.lease_seconds())
             .fetch_optional(&self.pool)
             .await?;
-        self.read_claim(row, token, since).await
+        self.read_claim(row, ticket).await
     }
 
-    /// The claim made under this token, if it took effect: for a claim whose reply was lost.
-    async fn take_up(&self, token: Uuid, since: Instant) -> Result<Option<ClaimedJob>> {
+    /// The claim made under this ticket, if it took effect: for one whose reply was lost. Its lease counts from
+    /// before the claim was sent, so it may be nearly over: [`Queue::heartbeat`] tells. Safe to repeat.
+    ///
+    /// # Errors
+    /// [`Error::Db`], [`Error::Timeout`].
+    pub async fn take_up(&self, ticket: ClaimTicket) -> Result<Option<ClaimedJob>> {
         let sql = format!(
             "SELECT {CLAIMED} FROM jobs j WHERE j.install = $1 AND j.status = 'running' AND j.claim_token = $2"
         );
-        let row: Option<ClaimedRow> = sqlx::query_as(AssertSqlSafe(sql))
-            .bind(&self.settings.install)
-            .bind(token)
-            .fetch_optional(&self.pool)
-            .await?;
-        self.read_claim(row, token, since).await
+        let query = sqlx::query_as(AssertSqlSafe(sql)).bind(&self.settings.install).bind(ticket.token);
+        let row: Option<ClaimedRow> = self.bounded(async { Ok(query.fetch_optional(&self.pool).await?) }).await?;
+        self.read_claim(row, ticket).await
     }
 
-    async fn read_claim(&self, row: Option<ClaimedRow>, token: Uuid, since: Instant) -> Result<Option<ClaimedJob>> {
+    async fn read_claim(&self, row: Option<ClaimedRow>, ticket: ClaimTicket) -> Result<Option<ClaimedJob>> {
         let Some(row) = row else { return Ok(None) };
         self.notify(Channel::Changed);
-        let id = row.id;
+        let (id, ClaimTicket { token, since }) = (row.id, ticket);
         match row.into_job(token, since) {
             Ok(job) => Ok(Some(job)),
             Err(error) => {
@@ -102,7 +112,7 @@ impl Queue {
     /// another transaction are skipped, not waited for: one stuck row must not end the other leases.
     ///
     /// # Errors
-    /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout): nothing is known of any lease.
+    /// [`Error::Db`], [`Error::Timeout`]: nothing is known of any lease.
     pub async fn heartbeat(&self, leases: &[Lease]) -> Result<Vec<Heartbeat>> {
         self.look(
             leases,

@@ -43,6 +43,11 @@ impl Lease {
         self.id
     }
 
+    /// Unique per claim.
+    pub fn token(&self) -> Uuid {
+        self.token
+    }
+
     /// From when this lease counts, on the process's monotonic clock.
     pub fn since(&self) -> Instant {
         self.since

@@ -42,7 +42,7 @@ use sqlx::PgPool;
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 
 pub use cancel::{CancelOutcome, RetryOutcome};
-pub use claim::Heartbeat;
+pub use claim::{ClaimError, ClaimTicket, Heartbeat};
 pub use claimed::{ClaimedJob, Lease};
 pub use enqueue::{EnqueueOutcome, NewJob, Owner, PAYLOAD_MAX_BYTES, PAYLOAD_MAX_DEPTH, check_payload};
 pub use error::{Error, Result};

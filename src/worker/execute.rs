@@ -1,0 +1,365 @@
+//! One attempt, from claim to row: prepare, supervise, judge, finish, record.
+//!
+//! The executor runs in a task of its own, so that a panic or a stop ends that and nothing else. What an attempt may
+//! still do is decided by [`what_now`] alone; what its end means for the row by [`judge`] alone. Both are pure.
+
+use std::any::Any;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::FutureExt;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
+
+use super::Shared;
+use super::claim::Claim;
+use super::complete::{Ending, finish};
+use super::running::{Orders, Place};
+use crate::admin::JobOutcome;
+use crate::job::Cause;
+use crate::kinds::{Attempt, Executed, Executor, FailureCause};
+use crate::queue::ClaimedJob;
+
+/// How long a cancelled job's executor has to end by itself.
+const CANCEL_GRACE: Duration = Duration::from_secs(5);
+/// How much longer an attempt past its point of no return may take than its time limit says.
+const COMMITTED_GRACE: Duration = Duration::from_secs(30);
+/// How long to wait for a stopped executor's task to be gone; one that never yields is left behind.
+const STOPPING: Duration = Duration::from_secs(1);
+
+/// Runs a claimed job to its end.
+pub(super) async fn run(shared: Arc<Shared>, claim: Claim, slot: OwnedSemaphorePermit) {
+    let Claim { job, lease_until } = claim;
+    let started = job.lease().since();
+    let (attempt, limits) = prepare(&shared, &job, started);
+    let mut place = shared.running.enter(job.lease(), lease_until, attempt.clone());
+    let slot = Arc::new(slot);
+    let ended = match shared.registry.get(job.kind()) {
+        Some(executor) => {
+            let task = tokio::spawn(execute(executor, attempt.clone(), slot.clone()));
+            supervise(task, &attempt, &limits, &mut place).await
+        }
+        // The claim names the registered kinds only.
+        None => Ended::Panicked("no executor is registered for this kind".to_owned()),
+    };
+    let ending = judge(ended, &place.orders_now(), attempt.is_committed(), limits.timeout);
+    let error = match &ending {
+        Ending::Failed(failure) => failure.error.clone(),
+        Ending::Succeeded(_) | Ending::Cancelled | Ending::Left => None,
+    };
+    let (id, kind, number) = (job.id(), job.kind().to_owned(), job.attempt());
+    let outcome = finish(&shared, job, ending, || place.orders_now().lease_until).await;
+    let took = started.elapsed();
+    shared.metrics.job_completed(&kind, outcome, took);
+    let (outcome_name, seconds) = (outcome.as_str(), took.as_secs_f64());
+    match outcome {
+        JobOutcome::Succeeded => {
+            tracing::debug!(job = %id, kind, attempt = number, outcome = outcome_name, seconds, "attempt ended");
+        }
+        JobOutcome::Retrying
+        | JobOutcome::FailedPermanent
+        | JobOutcome::Cancelled
+        | JobOutcome::HandedBack
+        | JobOutcome::Lost => {
+            let error = error.as_deref().map(|error| crate::text::cut(error, 256));
+            tracing::info!(job = %id, kind, attempt = number, outcome = outcome_name, seconds, error, "attempt ended");
+        }
+    }
+}
+
+/// The executor's own task. It holds the slot too: an executor that can't be stopped keeps it.
+async fn execute(
+    executor: Arc<dyn Executor>,
+    attempt: Arc<Attempt>,
+    _slot: Arc<OwnedSemaphorePermit>,
+) -> Result<Executed, String> {
+    let work = AssertUnwindSafe(async { executor.execute(&attempt).await });
+    work.catch_unwind().await.map_err(|panic| panic_message(&*panic))
+}
+
+/// What bounds an attempt, fixed at its start.
+#[derive(Debug, Clone, Copy)]
+struct Limits {
+    timeout: Duration,
+    deadline: Instant,
+    /// An attempt is stopped this long before its lease ends.
+    margin: Duration,
+}
+
+fn prepare(shared: &Shared, job: &ClaimedJob, started: Instant) -> (Arc<Attempt>, Limits) {
+    let deadline = started + job.timeout();
+    let limits = Limits { timeout: job.timeout(), deadline, margin: (shared.lease / 5).min(Duration::from_secs(2)) };
+    let mut attempt = Attempt::new(
+        job.id(),
+        job.namespace().map(str::to_owned),
+        (job.attempt(), job.max_attempts()),
+        job.payload().to_owned(),
+        deadline,
+        CancellationToken::new(),
+    );
+    attempt.progress = job.progress().cloned();
+    (Arc::new(attempt), limits)
+}
+
+/// How the executor ended, or was ended.
+#[derive(Debug)]
+enum Ended {
+    Executed(Executed),
+    Panicked(String),
+    Cut(Cut),
+}
+
+/// Why an executor was stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Cut {
+    LeaseOver,
+    HandBack,
+    Cancelled,
+    TimedOut,
+}
+
+/// Waits for the executor's end, tells it to stop when it should, and ends it when it must.
+async fn supervise(
+    mut executor: JoinHandle<Result<Executed, String>>,
+    attempt: &Attempt,
+    limits: &Limits,
+    place: &mut Place,
+) -> Ended {
+    loop {
+        let orders = *place.orders.borrow_and_update();
+        if orders.cancelled.is_some() || orders.hand_back.is_some() || orders.lost {
+            attempt.stop_token().cancel();
+        }
+        let until = match what_now(Instant::now(), &orders, limits, attempt.is_committed()) {
+            Step::GoOnUntil(instant) => instant,
+            Step::Cut(why) => {
+                attempt.stop_token().cancel();
+                return stop(executor, why).await;
+            }
+        };
+        tokio::select! {
+            biased;
+            ended = &mut executor => return read(ended),
+            // The sender lives as long as this place.
+            _ = place.orders.changed() => {}
+            () = sleep_until(until) => {}
+        }
+    }
+}
+
+/// Ends the executor's task. One that ended by itself at the last moment is believed.
+async fn stop(mut executor: JoinHandle<Result<Executed, String>>, why: Cut) -> Ended {
+    executor.abort();
+    match timeout(STOPPING, &mut executor).await {
+        Ok(Err(join_error)) if join_error.is_cancelled() => Ended::Cut(why),
+        Ok(ended) => read(ended),
+        Err(_) => {
+            tracing::warn!("an executor does not yield: it keeps its slot until it does");
+            Ended::Cut(why)
+        }
+    }
+}
+
+fn read(ended: Result<Result<Executed, String>, tokio::task::JoinError>) -> Ended {
+    match ended {
+        Ok(Ok(executed)) => Ended::Executed(executed),
+        Ok(Err(panic)) => Ended::Panicked(panic),
+        // Nobody aborts it but `stop`; the runtime does when the process ends.
+        Err(_) => Ended::Cut(Cut::LeaseOver),
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Step {
+    /// Unless new orders come.
+    GoOnUntil(Instant),
+    Cut(Cut),
+}
+
+/// Whether an attempt may go on, and until when. Of several reasons to stop, the one that came first counts.
+///
+/// Past its point of no return an attempt is not cut for a lease, a cancel or a hand-back, and has more time: cutting it
+/// would not undo its effect. Two things still end it: much more than its time, and a shutdown that lasts too long.
+fn what_now(now: Instant, orders: &Orders, limits: &Limits, committed: bool) -> Step {
+    let Orders { lease_until, cancelled, lost, hand_back } = *orders;
+    let before_its_end = lease_until.checked_sub(limits.margin).unwrap_or(lease_until);
+    let lease = if lost { now } else { before_its_end };
+    let ends = if committed {
+        [
+            (hand_back.map(|order| order.give_up_at), Cut::LeaseOver),
+            (Some(limits.deadline + COMMITTED_GRACE), Cut::TimedOut),
+            (None, Cut::HandBack),
+            (None, Cut::Cancelled),
+        ]
+    } else {
+        [
+            (Some(lease), Cut::LeaseOver),
+            (cancelled.map(|since| since + CANCEL_GRACE), Cut::Cancelled),
+            (hand_back.map(|order| order.cut_at), Cut::HandBack),
+            (Some(limits.deadline), Cut::TimedOut),
+        ]
+    };
+    let first = ends.into_iter().filter_map(|(at, cut)| at.map(|at| (at, cut))).min_by_key(|(at, _)| *at);
+    match first {
+        Some((at, cut)) if at <= now => Step::Cut(cut),
+        Some((at, _)) => Step::GoOnUntil(at),
+        None => Step::GoOnUntil(limits.deadline),
+    }
+}
+
+/// What the attempt's end means for its row.
+fn judge(ended: Ended, orders: &Orders, committed: bool, limit: Duration) -> Ending {
+    let uncertain = "Interrupted: the worker shut down while the effect was under way; it may have happened";
+    match ended {
+        Ended::Executed(Ok(result)) => Ending::Succeeded(result),
+        Ended::Executed(Err(failure)) => {
+            let cause = match failure.cause {
+                FailureCause::Permanent => Cause::Permanent,
+                FailureCause::Passing => Cause::Passing,
+                FailureCause::RetryAfter(delay) => Cause::RetryAfter(delay),
+                FailureCause::Cancelled if orders.cancelled.is_some() => return Ending::Cancelled,
+                FailureCause::Cancelled if orders.lost => return Ending::Left,
+                FailureCause::Cancelled if orders.hand_back.is_some() && !committed => {
+                    return Ending::hand_back(failure.progress);
+                }
+                FailureCause::Cancelled => Cause::Cancelled,
+            };
+            let error = Some(format!("{}: {}", failure.reason, failure.message));
+            Ending::Failed(crate::queue::AttemptFailure { cause, error, progress: failure.progress })
+        }
+        Ended::Panicked(message) => Ending::failed(Cause::Passing, message),
+        Ended::Cut(Cut::LeaseOver) => Ending::Left,
+        Ended::Cut(Cut::Cancelled) => Ending::Cancelled,
+        Ended::Cut(Cut::HandBack) if committed => Ending::failed(Cause::Passing, uncertain.to_owned()),
+        Ended::Cut(Cut::HandBack) => Ending::hand_back(None),
+        Ended::Cut(Cut::TimedOut) => Ending::failed(
+            Cause::Passing,
+            format!("Timeout: the attempt took longer than its time limit of {} s", limit.as_secs()),
+        ),
+    }
+}
+
+/// A panic's text for the row. Only one that was written down in the source is shown: a formatted one may hold a part
+/// of the payload.
+fn panic_message(panic: &(dyn Any + Send)) -> String {
+    match panic.downcast_ref::<&'static str>() {
+        Some(text) => format!("the executor panicked: {}", crate::text::cut(text, 256)),
+        None => "the executor panicked: the message may hold data, the worker's log says where it happened".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::kinds::Failure;
+    use crate::worker::running::HandBack;
+
+    const SECOND: Duration = Duration::from_secs(1);
+    const HOUR: Duration = Duration::from_secs(3600);
+
+    fn orders(now: Instant) -> Orders {
+        Orders { lease_until: now + 10 * SECOND, cancelled: None, lost: false, hand_back: None }
+    }
+
+    fn limits(now: Instant) -> Limits {
+        Limits { timeout: HOUR, deadline: now + HOUR, margin: 2 * SECOND }
+    }
+
+    #[tokio::test]
+    async fn an_attempt_goes_on_until_shortly_before_its_lease_ends() {
+        let now = Instant::now();
+        let orders = orders(now);
+        assert_eq!(what_now(now, &orders, &limits(now), false), Step::GoOnUntil(now + 8 * SECOND));
+        assert_eq!(what_now(now + 8 * SECOND, &orders, &limits(now), false), Step::Cut(Cut::LeaseOver));
+    }
+
+    #[tokio::test]
+    async fn a_lost_lease_ends_an_attempt_at_once_unless_it_is_past_its_point_of_no_return() {
+        let now = Instant::now();
+        let lost = Orders { lost: true, ..orders(now) };
+        assert_eq!(what_now(now, &lost, &limits(now), false), Step::Cut(Cut::LeaseOver));
+        let grace = now + HOUR + COMMITTED_GRACE;
+        assert_eq!(what_now(now, &lost, &limits(now), true), Step::GoOnUntil(grace));
+        assert_eq!(what_now(grace, &lost, &limits(now), true), Step::Cut(Cut::TimedOut));
+    }
+
+    #[tokio::test]
+    async fn a_cancelled_attempt_has_a_few_seconds_and_a_committed_one_is_let_be() {
+        let now = Instant::now();
+        let cancelled = Orders { cancelled: Some(now), ..orders(now) };
+        assert_eq!(what_now(now, &cancelled, &limits(now), false), Step::GoOnUntil(now + CANCEL_GRACE));
+        assert_eq!(what_now(now + CANCEL_GRACE, &cancelled, &limits(now), false), Step::Cut(Cut::Cancelled));
+        assert!(matches!(what_now(now + CANCEL_GRACE, &cancelled, &limits(now), true), Step::GoOnUntil(_)));
+    }
+
+    #[tokio::test]
+    async fn a_shutdown_cuts_what_can_be_handed_back_and_gives_up_on_the_rest_later() {
+        let now = Instant::now();
+        let order = HandBack { cut_at: now + SECOND, give_up_at: now + 9 * SECOND };
+        let told = Orders { hand_back: Some(order), ..orders(now) };
+        assert_eq!(what_now(now, &told, &limits(now), false), Step::GoOnUntil(now + SECOND));
+        assert_eq!(what_now(now + SECOND, &told, &limits(now), false), Step::Cut(Cut::HandBack));
+        assert_eq!(what_now(now + SECOND, &told, &limits(now), true), Step::GoOnUntil(now + 9 * SECOND));
+        assert_eq!(what_now(now + 9 * SECOND, &told, &limits(now), true), Step::Cut(Cut::LeaseOver));
+    }
+
+    #[tokio::test]
+    async fn an_attempt_ends_at_its_time_limit() {
+        let now = Instant::now();
+        let limits = Limits { deadline: now + SECOND, ..limits(now) };
+        assert_eq!(what_now(now, &orders(now), &limits, false), Step::GoOnUntil(now + SECOND));
+        assert_eq!(what_now(now + SECOND, &orders(now), &limits, false), Step::Cut(Cut::TimedOut));
+    }
+
+    fn cause(ending: &Ending) -> Option<Cause> {
+        match ending {
+            Ending::Failed(failure) => Some(failure.cause),
+            Ending::Succeeded(_) | Ending::Cancelled | Ending::Left => None,
+        }
+    }
+
+    #[tokio::test]
+    async fn an_executor_that_stopped_as_told_is_judged_by_what_it_was_told() {
+        let now = Instant::now();
+        let order = HandBack { cut_at: now, give_up_at: now };
+        let plain = orders(now);
+        let cancelled = Orders { cancelled: Some(now), ..plain };
+        let (lost, shutdown) = (Orders { lost: true, ..plain }, Orders { hand_back: Some(order), ..plain });
+        let judge = |orders, committed| judge(Ended::Executed(Err(Failure::cancelled())), orders, committed, HOUR);
+        assert_eq!(judge(&cancelled, false), Ending::Cancelled);
+        assert_eq!(judge(&lost, false), Ending::Left);
+        assert_eq!(judge(&shutdown, false), Ending::hand_back(None));
+        assert_eq!(cause(&judge(&shutdown, true)), Some(Cause::Cancelled), "the effect may have happened: not free");
+        assert_eq!(cause(&judge(&plain, false)), Some(Cause::Cancelled), "nobody told it to stop");
+    }
+
+    #[tokio::test]
+    async fn an_error_reads_reason_then_message_and_a_result_outweighs_a_cancel() {
+        let now = Instant::now();
+        let cancelled = Orders { cancelled: Some(now), ..orders(now) };
+        let failure = Failure::retry_after(SECOND, "Busy", "the receiver answered 429").with_progress(json!(1));
+        let Ending::Failed(failure) = judge(Ended::Executed(Err(failure)), &orders(now), false, HOUR) else {
+            panic!("a failure");
+        };
+        assert_eq!(failure.error.as_deref(), Some("Busy: the receiver answered 429"));
+        assert_eq!((failure.cause, failure.progress), (Cause::RetryAfter(SECOND), Some(json!(1))));
+        assert_eq!(
+            judge(Ended::Executed(Ok(json!(2))), &cancelled, false, HOUR),
+            Ending::Succeeded(json!(2)),
+            "the work is done"
+        );
+    }
+
+    #[test]
+    fn a_panics_text_is_shown_when_it_was_written_down_and_hidden_when_it_was_made() {
+        let panicking = |work: fn()| panic_message(&*std::panic::catch_unwind(work).expect_err("it panics"));
+        assert_eq!(panicking(|| panic!("boom")), "the executor panicked: boom");
+        let secret = panicking(|| panic!("can't read {}", "hunter2".to_owned()));
+        assert!(!secret.contains("hunter2"), "{secret}");
+    }
+}

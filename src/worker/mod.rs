@@ -1,0 +1,377 @@
+//! The worker: claims jobs, runs their executors, writes how they ended. It knows the queue and the executors and
+//! nothing of Kubernetes.
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `claim.rs` | takes the next due job whenever a slot is free |
+//! | `execute.rs` | one attempt, as a pipeline of named steps |
+//! | `complete.rs` | writes an attempt's end, again and again while that makes sense |
+//! | `running.rs` | the attempts under way, and what each has been told |
+//! | `leases.rs` | renews their leases and learns of cancels |
+//! | `rescue.rs` | ends other workers' dead leases, removes old rows, measures the queue |
+//!
+//! An attempt under way is told things (its lease was renewed until then, its job was cancelled, the worker shuts down)
+//! and never asked: one pure function, [`execute::what_now`], weighs the orders against each other and the clock. The
+//! clock is the process's monotonic one; a lease counts from before its claim or heartbeat was sent, so it ends here
+//! before it ends in the database.
+
+mod claim;
+mod complete;
+mod execute;
+mod leases;
+mod rescue;
+mod running;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use sqlx::postgres::PgConnectOptions;
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, timeout};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::admin::{Beat, Health, Metrics, Part};
+use crate::kinds::Registry;
+use crate::queue::{self, Channel, Listener, Queue};
+use running::{HandBack, Running};
+
+/// How a worker behaves; the command line fills it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Settings {
+    /// How many attempts run at once; at least 1.
+    pub concurrency: usize,
+    /// The longest wait before an idle worker looks for due jobs unasked.
+    pub poll: Duration,
+    /// How long a shutdown may take. Attempts that have not ended a little before that are stopped and handed back.
+    pub shutdown_grace: Duration,
+    /// Claim these kinds only; all registered ones if there are none.
+    pub kinds: Vec<String>,
+    /// What `jobs.locked_by` and `.status.worker` say; need not be unique. At most 255 bytes are kept.
+    pub name: String,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            concurrency: 32,
+            poll: Duration::from_secs(2),
+            shutdown_grace: Duration::from_secs(30),
+            kinds: Vec::new(),
+            name: "worker".to_owned(),
+        }
+    }
+}
+
+/// The worker can't be built as asked.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum BuildError {
+    /// A kind to be claimed that no executor is registered for.
+    #[error("kind {kind:?} has no executor; known: {}", known.join(", "))]
+    UnknownKind { kind: String, known: Vec<&'static str> },
+    #[error("a worker needs an executor: the registry is empty")]
+    NoExecutor,
+    #[error("a worker needs at least one slot: the concurrency is 0")]
+    NoSlot,
+}
+
+/// Collects what a worker needs; see [`Worker::builder`].
+#[must_use]
+pub struct Builder {
+    queue: Queue,
+    registry: Registry,
+    settings: Settings,
+    direct: Option<PgConnectOptions>,
+    health: Health,
+    metrics: Option<Metrics>,
+}
+
+impl Builder {
+    /// All settings at once.
+    pub fn settings(mut self, settings: Settings) -> Self {
+        self.settings = settings;
+        self
+    }
+
+    /// How many attempts run at once; 32 unless told otherwise.
+    pub fn concurrency(mut self, slots: usize) -> Self {
+        self.settings.concurrency = slots;
+        self
+    }
+
+    /// The longest wait before an idle worker looks for due jobs unasked; 2 s unless told otherwise.
+    pub fn poll(mut self, poll: Duration) -> Self {
+        self.settings.poll = poll;
+        self
+    }
+
+    /// How long a shutdown may take; 30 s unless told otherwise.
+    pub fn shutdown_grace(mut self, grace: Duration) -> Self {
+        self.settings.shutdown_grace = grace;
+        self
+    }
+
+    /// Claim only these of the registered kinds.
+    pub fn kinds(mut self, kinds: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        self.settings.kinds = kinds.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// What rows and statuses call this worker.
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.settings.name = name.into();
+        self
+    }
+
+    /// Hear of new jobs and of cancels at once, on a connection of its own. `database` must reach Postgres itself, not
+    /// a transaction pooler. Without it the worker polls.
+    pub fn listen(mut self, database: PgConnectOptions) -> Self {
+        self.direct = Some(database);
+        self
+    }
+
+    /// Where the worker reports whether its database answers and its loops turn.
+    pub fn health(mut self, health: Health) -> Self {
+        self.health = health;
+        self
+    }
+
+    /// Where the worker counts; without it, in metrics of its own that nobody reads.
+    pub fn metrics(mut self, metrics: Metrics) -> Self {
+        self.metrics = Some(metrics);
+        self
+    }
+
+    /// # Errors
+    /// [`BuildError`] when there is nothing to run or nothing to run it in.
+    pub fn build(self) -> Result<Worker, BuildError> {
+        let Self { queue, registry, settings, direct, health, metrics } = self;
+        let known = registry.kinds();
+        if known.is_empty() {
+            return Err(BuildError::NoExecutor);
+        }
+        if settings.concurrency == 0 {
+            return Err(BuildError::NoSlot);
+        }
+        if let Some(kind) = settings.kinds.iter().find(|kind| !known.contains(&kind.as_str())) {
+            return Err(BuildError::UnknownKind { kind: kind.clone(), known });
+        }
+        let wanted = |kind: &&str| settings.kinds.is_empty() || settings.kinds.iter().any(|other| other == kind);
+        let kinds = known.iter().copied().filter(wanted).collect();
+        let metrics = metrics.unwrap_or_else(|| Metrics::new(known));
+        Ok(Worker { queue, registry, kinds, settings, direct, health, metrics })
+    }
+}
+
+/// Runs jobs of the registered kinds from a queue.
+///
+/// ```no_run
+/// use futures::future::BoxFuture;
+/// use jobrequest::kinds::{Attempt, Executed, Executor, Failure, Registry};
+/// use jobrequest::queue::{self, Queue};
+/// use jobrequest::worker::Worker;
+/// use tokio_util::sync::CancellationToken;
+///
+/// struct Greet;
+///
+/// impl Executor for Greet {
+///     fn kind(&self) -> &'static str {
+///         "greet"
+///     }
+///
+///     fn execute<'a>(&'a self, attempt: &'a Attempt) -> BoxFuture<'a, Executed> {
+///         Box::pin(async move {
+///             let name: String = attempt.payload()?;
+///             if name.is_empty() {
+///                 return Err(Failure::permanent("NobodyThere", "the payload names nobody to greet"));
+///             }
+///             println!("hello {name}");
+///             Ok(serde_json::json!({ "greeted": true }))
+///         })
+///     }
+/// }
+///
+/// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+/// let database: sqlx::postgres::PgConnectOptions = "postgres://localhost/app".parse()?;
+/// queue::migrate(&database).await?;
+/// let queue = Queue::new(database.clone(), queue::Settings::default());
+/// let worker = Worker::builder(queue, Registry::new().with(Greet)).concurrency(8).listen(database).build()?;
+///
+/// let shutdown = CancellationToken::new();
+/// let on_signal = shutdown.clone();
+/// tokio::spawn(async move {
+///     tokio::signal::ctrl_c().await.ok();
+///     on_signal.cancel();
+/// });
+/// worker.run(shutdown).await;
+/// # Ok(())
+/// # }
+/// ```
+pub struct Worker {
+    queue: Queue,
+    registry: Registry,
+    kinds: Vec<&'static str>,
+    settings: Settings,
+    direct: Option<PgConnectOptions>,
+    health: Health,
+    metrics: Metrics,
+}
+
+/// What a worker's parts share.
+struct Shared {
+    queue: Queue,
+    registry: Registry,
+    kinds: Vec<&'static str>,
+    settings: Settings,
+    metrics: Metrics,
+    postgres: Part,
+    running: Arc<Running>,
+    listener: Option<Listener>,
+    /// As the row has it.
+    lease: Duration,
+}
+
+/// A shutdown stops attempts this share of the grace period before its end, within bounds.
+const MARGIN_SHARE: u32 = 5;
+const MARGIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(5));
+
+impl Worker {
+    pub fn builder(queue: Queue, registry: Registry) -> Builder {
+        let (settings, health) = (Settings::default(), Health::new());
+        Builder { queue, registry, settings, direct: None, health, metrics: None }
+    }
+
+    /// Works until the shutdown, then drains: claims no more, lets attempts end while the grace period lasts, stops
+    /// the rest and hands their jobs back. A database that is away is waited for; nothing ends this early.
+    pub async fn run(self, shutdown: CancellationToken) {
+        let Self { queue, registry, kinds, settings, direct, health, metrics } = self;
+        let channels = [Channel::Ready, Channel::Cancel];
+        let shared = Arc::new(Shared {
+            lease: Duration::from_secs(queue.settings().lease.as_secs().max(1)),
+            postgres: health.part("postgres"),
+            running: Arc::default(),
+            listener: direct.map(|database| Listener::spawn(database, &channels)),
+            queue,
+            registry,
+            kinds,
+            settings,
+            metrics,
+        });
+        let beats = Beats::new(&health, &shared);
+        let (attempts, helpers) = (TaskTracker::new(), CancellationToken::new());
+        let background = TaskTracker::new();
+        background.spawn(leases::keep(shared.clone(), beats.heartbeat.clone(), helpers.clone()));
+        background.spawn(leases::watch_cancels(shared.clone(), helpers.clone()));
+        background.spawn(rescue::rescue(shared.clone(), beats.rescue.clone(), helpers.clone()));
+        background.spawn(rescue::purge(shared.clone(), helpers.clone()));
+        background.spawn(rescue::measure(shared.clone(), helpers.clone()));
+        background.close();
+
+        let slots = Arc::new(Semaphore::new(shared.settings.concurrency));
+        let (name, slots_total) = (&shared.settings.name, shared.settings.concurrency);
+        tracing::info!(worker = name, slots = slots_total, kinds = shared.kinds.join(","), "the worker starts");
+        claim::claim_until(&shutdown, &shared, &slots, &attempts, &beats.claim).await;
+        beats.claim.end();
+        drain(&shared, &attempts).await;
+
+        beats.heartbeat.end();
+        beats.rescue.end();
+        helpers.cancel();
+        background.wait().await;
+    }
+}
+
+struct Beats {
+    claim: Beat,
+    heartbeat: Beat,
+    rescue: Beat,
+}
+
+impl Beats {
+    /// Each may be silent for as long as its slowest turn takes: operations on a database that does not answer.
+    fn new(health: &Health, shared: &Shared) -> Self {
+        let slow = shared.queue.settings().time_limit * 3 + Duration::from_secs(30);
+        Self {
+            claim: health.beat("claim", slow + shared.settings.poll),
+            heartbeat: health.beat("heartbeat", slow + shared.lease),
+            rescue: health.beat("rescue", slow + shared.lease),
+        }
+    }
+}
+
+/// Lets the attempts under way end. Their leases are renewed meanwhile.
+async fn drain(shared: &Shared, attempts: &TaskTracker) {
+    attempts.close();
+    let grace = shared.settings.shutdown_grace;
+    let margin = (grace / MARGIN_SHARE).clamp(MARGIN.0, MARGIN.1);
+    let waiting = attempts.len();
+    if waiting > 0 {
+        tracing::info!(attempts = waiting, seconds = grace.as_secs(), "draining");
+    }
+    if timeout(grace.saturating_sub(margin), attempts.wait()).await.is_err() {
+        let now = Instant::now();
+        shared.running.hand_back(HandBack { cut_at: now + margin / 2, give_up_at: now + shared.lease });
+        // An effect past its point of no return may end, but not outlive the lease that it could renew no longer.
+        let rest = if shared.running.any_committed() { shared.lease.max(margin) } else { margin };
+        if timeout(rest, attempts.wait()).await.is_err() {
+            tracing::warn!(attempts = attempts.len(), "ended with attempts under way: the rescue takes their jobs");
+            return;
+        }
+    }
+    tracing::info!("drained");
+}
+
+impl Shared {
+    /// Tells the health page whether the database answers.
+    fn report<T>(&self, answer: &queue::Result<T>) {
+        match answer {
+            Ok(_) => self.postgres.ready(),
+            Err(error) => self.postgres.not_ready(error.to_string()),
+        }
+    }
+
+    async fn woken(&self, channel: Channel) {
+        match &self.listener {
+            Some(listener) => listener.woken(channel).await,
+            None => std::future::pending().await,
+        }
+    }
+}
+
+/// Growing pauses with jitter, from a tenth of a second to five.
+#[derive(Debug, Default)]
+struct BackOff {
+    failures: u32,
+}
+
+impl BackOff {
+    const BASE: Duration = Duration::from_millis(100);
+    const CAP: Duration = Duration::from_secs(5);
+
+    fn reset(&mut self) {
+        self.failures = 0;
+    }
+
+    /// The next pause: uniform in the upper half of what the failures so far call for.
+    fn next(&mut self) -> Duration {
+        let whole = Self::BASE.saturating_mul(1 << self.failures.min(10)).min(Self::CAP);
+        self.failures = self.failures.saturating_add(1);
+        whole.mul_f64(rand::random_range(0.5..=1.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_back_off_grows_to_five_seconds_and_starts_anew_after_a_success() {
+        let mut back_off = BackOff::default();
+        let pauses: Vec<_> = (0..20).map(|_| back_off.next()).collect();
+        assert!(pauses[0] <= BackOff::BASE && pauses[0] >= BackOff::BASE / 2);
+        assert!(pauses.iter().all(|pause| *pause <= BackOff::CAP));
+        assert!(pauses[10..].iter().all(|pause| *pause >= BackOff::CAP / 2), "{pauses:?}");
+        back_off.reset();
+        assert!(back_off.next() <= BackOff::BASE);
+    }
+}

@@ -1,0 +1,87 @@
+//! What every worker does beside its jobs, for all of them: ends dead workers' leases, removes old rows, measures the
+//! queue. Any number may do it at once.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
+
+use super::Shared;
+use crate::admin::Beat;
+
+const PURGE_EVERY: Duration = Duration::from_secs(60);
+/// How many batches one purge takes at most, and the pause between them.
+const PURGE_BATCHES: usize = 20;
+const PURGE_PAUSE: Duration = Duration::from_millis(50);
+const MEASURE_EVERY: Duration = Duration::from_secs(15);
+/// Measuring takes at most this share of the time.
+const MEASURE_SHARE: u32 = 20;
+/// A rescue that found this many may have left some.
+const RESCUE_MANY: u64 = 100;
+
+/// Every third of a lease, at once after the start, again at once while there is much to do.
+pub(super) async fn rescue(shared: Arc<Shared>, beat: Beat, end: CancellationToken) {
+    loop {
+        beat.beat();
+        let found = match end.run_until_cancelled(shared.queue.recover_stale()).await {
+            None => return,
+            Some(Ok(rescued)) if rescued.total() > 0 => {
+                let crate::queue::Rescued { retried, failed, cancelled } = rescued;
+                tracing::info!(retried, failed, cancelled, "ended leases whose workers are gone");
+                rescued.total()
+            }
+            Some(Ok(_)) => 0,
+            Some(Err(error)) => {
+                // That the database is away is the claim loop's to report.
+                tracing::debug!(error = %error, "the rescue will try again");
+                0
+            }
+        };
+        let pause = if found >= RESCUE_MANY { PURGE_PAUSE } else { spread(shared.lease / 3) };
+        if end.run_until_cancelled(sleep(pause)).await.is_none() {
+            return;
+        }
+    }
+}
+
+/// Every minute, in batches.
+pub(super) async fn purge(shared: Arc<Shared>, end: CancellationToken) {
+    while end.run_until_cancelled(sleep(spread(PURGE_EVERY))).await.is_some() {
+        for _ in 0..PURGE_BATCHES {
+            match end.run_until_cancelled(shared.queue.purge()).await {
+                None => return,
+                Some(Ok(purged)) if purged.jobs + purged.keys > 0 => {
+                    tracing::debug!(jobs = purged.jobs, keys = purged.keys, "removed what retention allows");
+                }
+                Some(Ok(_)) => break,
+                Some(Err(error)) => {
+                    tracing::debug!(error = %error, "the purge will try again");
+                    break;
+                }
+            }
+            sleep(PURGE_PAUSE).await;
+        }
+    }
+}
+
+/// Every quarter of a minute, less often when a deep queue makes counting slow.
+pub(super) async fn measure(shared: Arc<Shared>, end: CancellationToken) {
+    loop {
+        let started = Instant::now();
+        match end.run_until_cancelled(shared.queue.depth()).await {
+            None => return,
+            Some(Ok(depth)) => shared.metrics.queue_depth(&depth),
+            Some(Err(error)) => tracing::debug!(error = %error, "the queue's depth is unknown for now"),
+        }
+        let pause = spread(MEASURE_EVERY.max(started.elapsed() * MEASURE_SHARE));
+        if end.run_until_cancelled(sleep(pause)).await.is_none() {
+            return;
+        }
+    }
+}
+
+/// Workers that started together don't stay in step. Never longer than asked for.
+fn spread(pause: Duration) -> Duration {
+    pause.mul_f64(rand::random_range(0.75..=1.0))
+}
