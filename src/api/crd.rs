@@ -89,16 +89,17 @@ fn field_rules(fields: &KindFields) -> impl Iterator<Item = Value> {
     required.chain(foreign)
 }
 
-/// Takes out what the API server drops anyhow (nulls, empty lists), so that nobody finds a difference, `nullable`, as
-/// an explicit null is to mean the same as leaving the field out, and int32, as the bounds say it better.
+/// Takes out what the API server drops anyhow (nulls, empty lists), so that nobody finds a difference; int32, as bounds
+/// say it better; and `nullable` beside `enum`, which would have to list null. Elsewhere `nullable` stays: server-side
+/// apply keeps an explicit null, and it means the same as leaving the field out.
 fn tidy(value: &mut Value) {
     match value {
         Value::Object(members) => {
-            let untyped = !members.contains_key("type");
+            let is_enum = members.contains_key("enum");
             members.retain(|name, member| {
                 !member.is_null()
                     && *member != json!([])
-                    && (name != "nullable" || untyped)
+                    && (name != "nullable" || !is_enum)
                     && (name != "format" || *member != "int32")
             });
             if let Some(Value::String(text)) = members.get_mut("description") {
@@ -145,6 +146,7 @@ pub(super) fn headers_schema(_: &mut SchemaGenerator) -> Schema {
             ],
         },
         "maxProperties": 50,
+        "nullable": true,
         "x-kubernetes-validations": [
             {"rule": names, "message": "holds a name that isn't a header's: use only letters, digits and !#$%&*+-.^_`|~, at most 128"},
             {"rule": free, "message": "holds a header that JobRequest sets or that belongs to the connection (host, content-length, connection, forwarded, metadata, proxy-*, webhook-*, x-forwarded-* and so on): remove it"},
