@@ -34,10 +34,22 @@ pub struct ClaimError {
     pub ticket: ClaimTicket,
 }
 
+/// What a claim found.
+enum Claim {
+    Nothing,
+    Job(Box<ClaimedJob>),
+    /// A row that can't be read; it has been ended.
+    Unreadable,
+}
+
+/// How many rows that can't be read one claim gets out of the way at most.
+const UNREADABLE_AT_ONCE: usize = 100;
+
+/// What is read as text can't fail to decode: a row that no one can read must not take the claim's reply with it.
 const CLAIMED: &str = "j.id, j.kind, j.namespace, j.attempts, j.max_attempts, j.timeout_seconds, \
     coalesce(extract(epoch FROM now() - j.handed_back_at), 0)::float8 AS handed_back_seconds, \
     greatest(extract(epoch FROM now() - j.run_at), 0)::float8 AS waited_seconds, \
-    j.payload::text AS payload, j.progress";
+    j.payload::text AS payload, j.progress::text AS progress";
 
 impl Queue {
     /// Claims the next due job of these kinds, if there is one: highest priority first, then longest due.
@@ -48,14 +60,21 @@ impl Queue {
     ///
     /// # Errors
     /// [`ClaimError`] with the ticket by which [`Queue::take_up`] finds the claim, should it have taken effect. A row
-    /// that can't be read is ended as failed, and nothing is claimed.
+    /// that can't be read is ended as failed and the next one tried.
     pub async fn fetch_next(&self, worker: &str, kinds: &[&str]) -> Result<Option<ClaimedJob>, ClaimError> {
-        let ticket = ClaimTicket { token: Uuid::new_v4(), since: Instant::now() };
-        let claimed = self.bounded(self.claim(worker, kinds, ticket)).await;
-        claimed.map_err(|error| ClaimError { error, ticket })
+        for _ in 0..UNREADABLE_AT_ONCE {
+            let ticket = ClaimTicket { token: Uuid::new_v4(), since: Instant::now() };
+            let claim = self.bounded(self.claim(worker, kinds, ticket)).await;
+            match claim.map_err(|error| ClaimError { error, ticket })? {
+                Claim::Job(job) => return Ok(Some(*job)),
+                Claim::Nothing => return Ok(None),
+                Claim::Unreadable => {}
+            }
+        }
+        Ok(None)
     }
 
-    async fn claim(&self, worker: &str, kinds: &[&str], ticket: ClaimTicket) -> Result<Option<ClaimedJob>> {
+    async fn claim(&self, worker: &str, kinds: &[&str], ticket: ClaimTicket) -> Result<Claim> {
         let sql = format!(
             "WITH next AS ( \
                  SELECT id FROM jobs \
@@ -89,19 +108,22 @@ impl Queue {
         );
         let query = sqlx::query_as(AssertSqlSafe(sql)).bind(&self.settings.install).bind(ticket.token);
         let row: Option<ClaimedRow> = self.bounded(async { Ok(query.fetch_optional(&self.pool).await?) }).await?;
-        self.read_claim(row, ticket).await
+        match self.read_claim(row, ticket).await? {
+            Claim::Job(job) => Ok(Some(*job)),
+            Claim::Nothing | Claim::Unreadable => Ok(None),
+        }
     }
 
-    async fn read_claim(&self, row: Option<ClaimedRow>, ticket: ClaimTicket) -> Result<Option<ClaimedJob>> {
-        let Some(row) = row else { return Ok(None) };
+    async fn read_claim(&self, row: Option<ClaimedRow>, ticket: ClaimTicket) -> Result<Claim> {
+        let Some(row) = row else { return Ok(Claim::Nothing) };
         self.notify(Channel::Changed);
         let (id, ClaimTicket { token, since }) = (row.id, ticket);
         match row.into_job(token, since) {
-            Ok(job) => Ok(Some(job)),
+            Ok(job) => Ok(Claim::Job(Box::new(job))),
             Err(error) => {
                 tracing::warn!(job = %id, error = %error, "a row that can't be read ends as failed");
                 self.fail_unreadable(id, token, &error.to_string()).await?;
-                Ok(None)
+                Ok(Claim::Unreadable)
             }
         }
     }

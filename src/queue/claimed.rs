@@ -120,7 +120,7 @@ pub(super) struct ClaimedRow {
     handed_back_seconds: f64,
     waited_seconds: f64,
     payload: String,
-    progress: Option<Value>,
+    progress: Option<String>,
 }
 
 impl ClaimedRow {
@@ -140,6 +140,11 @@ impl ClaimedRow {
         let payload = RawValue::from_string(payload).map_err(|_| Error::RowInvalid {
             id,
             column: "payload",
+            problem: "is not JSON that can be read",
+        })?;
+        let progress = progress.as_deref().map(serde_json::from_str).transpose().map_err(|_| Error::RowInvalid {
+            id,
+            column: "progress",
             problem: "is not JSON that can be read",
         })?;
         Ok(ClaimedJob {

@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use jobrequest::queue::{ClaimedJob, NewJob, Queue, Settings, migrate};
+use jobrequest::job::Cause;
+use jobrequest::queue::{AttemptFailure, ClaimedJob, NewJob, Owner, Queue, Settings, migrate};
 use serde_json::json;
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions, PgRow};
 use sqlx::{AssertSqlSafe, ConnectOptions, Connection, FromRow, PgConnection, PgPool};
@@ -175,6 +176,13 @@ pub fn job() -> NewJob {
     NewJob::new("test_kind", json!({"n": 1}))
 }
 
+/// The same, for a resource of this name in the namespace `shop`, with a uid of its own.
+pub fn job_of(name: &str) -> (NewJob, Uuid) {
+    let uid = Uuid::new_v4();
+    let owner = Owner { uid, namespace: "shop".to_owned(), name: name.to_owned() };
+    (NewJob { owner: Some(owner), ..job() }, uid)
+}
+
 /// The claim of the one job that is due.
 pub async fn claim(queue: &Queue) -> ClaimedJob {
     claim_as(queue, "w1").await
@@ -182,4 +190,17 @@ pub async fn claim(queue: &Queue) -> ClaimedJob {
 
 pub async fn claim_as(queue: &Queue, worker: &str) -> ClaimedJob {
     queue.fetch_next(worker, &["test_kind"]).await.expect("the claim is answered").expect("a job is due")
+}
+
+/// Enqueues a job and claims it.
+pub async fn claimed(queue: &Queue, new: &NewJob) -> ClaimedJob {
+    let id = queue.enqueue(new).await.expect("the job is accepted").id();
+    let claimed = claim(queue).await;
+    assert_eq!(claimed.id(), id, "no other job is due");
+    claimed
+}
+
+/// The end of an attempt for this cause.
+pub fn failure(cause: Cause) -> AttemptFailure {
+    AttemptFailure { cause, error: Some("it did not work".to_owned()), progress: None }
 }
