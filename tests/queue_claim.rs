@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use chrono::{TimeDelta, Utc};
-use jobrequest::queue::NewJob;
+use jobrequest::queue::{NewJob, Queue, Settings};
 use sqlx::Connection;
 use tokio::sync::Barrier;
 use uuid::Uuid;
@@ -63,7 +63,7 @@ async fn a_job_of_a_kind_the_worker_does_not_know_stays_for_others() {
     assert_eq!((new_worker.id(), new_worker.kind()), (unknown, "future_kind"));
 }
 
-async fn claimed_after_unknown(queue: &jobrequest::queue::Queue) -> Uuid {
+async fn claimed_after_unknown(queue: &Queue) -> Uuid {
     claimed(queue, &job()).await.id()
 }
 
@@ -146,13 +146,11 @@ async fn five_hundred_jobs_are_claimed_once_each_by_twenty_claimers_at_once() {
 async fn a_claim_whose_reply_was_lost_is_taken_up_again_by_its_token() {
     let db = Database::new().await;
     let proxy = Proxy::before(&db.options()).await;
-    let settings = jobrequest::queue::Settings { max_connections: 1, ..Default::default() };
-    let queue = jobrequest::queue::Queue::new(proxy.options(db.options()), settings);
-    assert!(queue.fetch_next("w1", &["test_kind"]).await.expect("answered").is_none(), "the statement is prepared");
+    let queue = Queue::new(proxy.options(db.options()), Settings::default());
     db.run("INSERT INTO jobs (kind, payload) VALUES ('test_kind', '{}')").await;
-    proxy.lose_the_next_reply();
+    proxy.lose_the_reply_to(b"test_kind");
     let job = claim(&queue).await;
-    assert!(proxy.has_lost_it());
+    assert!(proxy.has_seen_it());
     assert_eq!(job.attempt(), 1);
     assert_eq!(db.value::<i32>("SELECT attempts FROM jobs").await, 1);
     queue.mark_succeeded(job, &serde_json::json!(1)).await.map(drop).expect("it holds the claim's token");
@@ -253,4 +251,12 @@ async fn a_worker_learns_of_a_cancel_by_a_look_and_by_a_heartbeat() {
     assert_eq!(db.row(job.id()).await, before, "a look prolongs nothing");
     let beat = queue.heartbeat(&[job.lease()]).await.expect("answered");
     assert!(beat[0].cancel_requested && beat[0].renewed, "it is still the worker's to end");
+}
+
+#[tokio::test]
+async fn a_claim_that_is_printed_tells_nothing_of_its_payload() {
+    let db = Database::new().await;
+    let secret = NewJob::new("test_kind", serde_json::json!({"to": "someone"}));
+    let printed = format!("{:?}", claimed(&db.queue(), &secret).await);
+    assert!(printed.contains("test_kind") && !printed.contains("someone"), "{printed}");
 }

@@ -57,7 +57,7 @@ pub enum Cause {
     Permanent,
     /// The executor failed, panicked or ran out of time.
     Passing,
-    /// The other side named the time before which it wants no call.
+    /// The other side named the time before which it wants no call; kept within [`HAND_BACK_LIMIT`].
     RetryAfter(Duration),
     /// The worker gives the claim back: it shuts down, or never started it.
     HandBack,
@@ -99,7 +99,8 @@ pub fn decide(facts: Facts, cause: Cause, policy: &RetryPolicy, jitter: f64) -> 
         // An executor can't cancel a job that nobody asked to cancel.
         Cause::Passing | Cause::LeaseLost | Cause::Cancelled => spent(),
         Cause::RetryAfter(delay) if may_be_free => {
-            Next::Wait { status: Status::Retrying, after: delay.max(back_off), free: true }
+            let left = HAND_BACK_LIMIT.saturating_sub(facts.handed_back_for);
+            Next::Wait { status: Status::Retrying, after: delay.min(left).max(back_off), free: true }
         }
         // As if it had not been claimed: a job whose first claim comes back is queued, not retrying.
         Cause::HandBack if may_be_free => {
@@ -195,6 +196,13 @@ mod tests {
         let named = |secs| decide(facts(1, 3), Cause::RetryAfter(Duration::from_secs(secs)), &POLICY, 1.0);
         assert_eq!(named(0), Next::Wait { status: Status::Retrying, after: Duration::from_secs(3), free: true });
         assert_eq!(named(7), Next::Wait { status: Status::Retrying, after: Duration::from_secs(7), free: true });
+    }
+
+    #[test]
+    fn a_named_time_is_never_later_than_the_hand_backs_may_last() {
+        let late = Facts { handed_back_for: HAND_BACK_LIMIT - Duration::from_secs(90), ..facts(1, 3) };
+        let next = decide(late, Cause::RetryAfter(Duration::MAX), &POLICY, 0.0);
+        assert_eq!(next, Next::Wait { status: Status::Retrying, after: Duration::from_secs(90), free: true });
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The right to finish one attempt.
 
+use std::fmt;
 use std::time::Duration;
 
 use serde_json::Value;
@@ -15,7 +16,6 @@ use crate::job::Facts;
 /// and consumed by the operation that ends it, so finishing twice does not compile. Dropping it leaves the row running
 /// until its lease ends and the rescue takes it.
 #[must_use = "a dropped claim leaves its job running until the lease ends"]
-#[derive(Debug)]
 pub struct ClaimedJob {
     pub(super) lease: Lease,
     kind: String,
@@ -36,6 +36,19 @@ pub struct Lease {
     pub(super) token: Uuid,
     /// Counted from before the claim was sent: the database's clock for it started later.
     since: Instant,
+}
+
+/// Without what the job is about: an error that holds a claim may be printed.
+impl fmt::Debug for ClaimedJob {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { lease, kind, attempts, max_attempts, .. } = self;
+        f.debug_struct("ClaimedJob")
+            .field("id", &lease.id)
+            .field("kind", kind)
+            .field("attempt", attempts)
+            .field("max_attempts", max_attempts)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Lease {

@@ -76,8 +76,8 @@ impl EnqueueOutcome {
 
 /// The largest payload in bytes, as JSON with `<`, `>` and `&` escaped (etcd's form).
 pub const PAYLOAD_MAX_BYTES: usize = 1024 * 1024;
-/// The deepest nesting of arrays and objects: serde_json stops reading at 128.
-pub const PAYLOAD_MAX_DEPTH: usize = 100;
+/// The deepest nesting of arrays and objects.
+pub const PAYLOAD_MAX_DEPTH: usize = crate::text::JSON_MAX_DEPTH;
 
 /// What a statement would refuse or a reader could not read back.
 ///

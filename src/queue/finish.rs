@@ -9,7 +9,7 @@ use super::claimed::{ClaimedJob, Lease};
 use super::error::{Error, Result};
 use super::{Channel, Queue};
 use crate::job::{Cause, Next, Outcome, Status, decide};
-use crate::text::storable;
+use crate::text::{storable, storable_json};
 
 /// The longest error kept in a row, in bytes.
 const ERROR_MAX_BYTES: usize = 4096;
@@ -44,7 +44,8 @@ pub struct AttemptFailure {
 }
 
 impl Queue {
-    /// Ends the attempt with a result: running -> succeeded. A cancel that came meanwhile is too late.
+    /// Ends the attempt with a result: running -> succeeded. A cancel that came meanwhile is too late. A NUL in the
+    /// result, or nesting over 100, is replaced.
     ///
     /// # Errors
     /// [`Unfinished`] with the claim when the database did not answer.
@@ -58,7 +59,7 @@ impl Queue {
         )
         .bind(id)
         .bind(token)
-        .bind(result);
+        .bind(storable_json(result));
         let hit = self.bounded(async { Ok(query.fetch_optional(&self.pool).await?) }).await;
         self.finished(job, hit).await
     }
@@ -121,6 +122,7 @@ impl Queue {
             Next::Cancelled => (Status::Cancelled, Duration::ZERO, false),
         };
         let error = error.as_deref().map(|text| storable(text, ERROR_MAX_BYTES));
+        let progress = progress.as_ref().map(storable_json);
         let row = sqlx::query_as(
             "UPDATE jobs SET status = CASE WHEN cancel_requested THEN 'cancelled' ELSE $3 END, \
                  attempts = CASE WHEN $5 AND NOT cancel_requested THEN attempts - 1 ELSE attempts END, \

@@ -2,16 +2,18 @@
 //! and nobody hears of it.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use sqlx::postgres::PgConnectOptions;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
+type Needle = Arc<Mutex<Option<Vec<u8>>>>;
+
 pub struct Proxy {
     address: SocketAddr,
-    lose: Arc<AtomicBool>,
+    needle: Needle,
     task: tokio::task::JoinHandle<()>,
 }
 
@@ -19,14 +21,14 @@ impl Proxy {
     pub async fn before(server: &PgConnectOptions) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("it is bound");
-        let lose = Arc::new(AtomicBool::new(false));
-        let (target, armed) = ((server.get_host().to_owned(), server.get_port()), Arc::clone(&lose));
+        let needle = Needle::default();
+        let (target, wanted) = ((server.get_host().to_owned(), server.get_port()), Arc::clone(&needle));
         let task = tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
-                tokio::spawn(carry(client, target.clone(), Arc::clone(&armed)));
+                tokio::spawn(carry(client, target.clone(), Arc::clone(&wanted)));
             }
         });
-        Self { address, lose, task }
+        Self { address, needle, task }
     }
 
     /// The same database by way of this proxy.
@@ -34,14 +36,15 @@ impl Proxy {
         server.host(&self.address.ip().to_string()).port(self.address.port())
     }
 
-    /// The next reply of the server ends its connection instead of being delivered; those after it arrive.
-    pub fn lose_the_next_reply(&self) {
-        self.lose.store(true, Ordering::SeqCst);
+    /// The reply to the next request that holds these bytes (an argument as Postgres gets it) ends its connection
+    /// instead of being delivered.
+    pub fn lose_the_reply_to(&self, bytes: &[u8]) {
+        *self.needle.lock().expect("not poisoned") = Some(bytes.to_vec());
     }
 
-    /// Whether a reply was lost since.
-    pub fn has_lost_it(&self) -> bool {
-        !self.lose.load(Ordering::SeqCst)
+    /// Whether such a request came.
+    pub fn has_seen_it(&self) -> bool {
+        self.needle.lock().expect("not poisoned").is_none()
     }
 }
 
@@ -51,17 +54,29 @@ impl Drop for Proxy {
     }
 }
 
-async fn carry(client: TcpStream, target: (String, u16), lose: Arc<AtomicBool>) {
+async fn carry(client: TcpStream, target: (String, u16), needle: Needle) {
     let Ok(server) = TcpStream::connect(target).await else { return };
     let (mut from_client, mut to_client) = client.into_split();
     let (mut from_server, mut to_server) = server.into_split();
+    let lose = AtomicBool::new(false);
     let requests = async {
-        drop(tokio::io::copy(&mut from_client, &mut to_server).await);
+        let mut buffer = vec![0; 64 * 1024];
+        while let Ok(n @ 1..) = from_client.read(&mut buffer).await {
+            let bytes = &buffer[..n];
+            let asked = needle
+                .lock()
+                .expect("not poisoned")
+                .take_if(|wanted| bytes.windows(wanted.len()).any(|window| window == wanted.as_slice()));
+            lose.fetch_or(asked.is_some(), Ordering::SeqCst);
+            if to_server.write_all(bytes).await.is_err() {
+                return;
+            }
+        }
     };
     let replies = async {
         let mut buffer = vec![0; 64 * 1024];
         while let Ok(n @ 1..) = from_server.read(&mut buffer).await {
-            if lose.swap(false, Ordering::SeqCst) || to_client.write_all(&buffer[..n]).await.is_err() {
+            if lose.load(Ordering::SeqCst) || to_client.write_all(&buffer[..n]).await.is_err() {
                 return;
             }
         }
