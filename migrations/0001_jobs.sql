@@ -77,11 +77,12 @@ CREATE TABLE jobs (
     CONSTRAINT jobs_lease_positive CHECK (lease_seconds BETWEEN 1 AND 86400),
     CONSTRAINT jobs_last_error_bounded CHECK (octet_length(last_error) <= 4096),
     CONSTRAINT jobs_history_is_a_list CHECK (jsonb_typeof(history) = 'array'),
-    -- infinity reads as no time at all in most clients
+    -- infinity, and years of more than four digits, read as no time at all in one client or another
     CONSTRAINT jobs_times_finite CHECK (
-        isfinite(run_at) AND isfinite(created_at) AND isfinite(updated_at)
-        AND isfinite(coalesce(locked_at, now())) AND isfinite(coalesce(started_at, now()))
-        AND isfinite(coalesce(finished_at, now())) AND isfinite(coalesce(handed_back_at, now())))
+        least(run_at, wanted_run_at, created_at, updated_at, locked_at, started_at, finished_at, handed_back_at)
+            >= '0001-01-01 00:00:00+00'
+        AND greatest(run_at, wanted_run_at, created_at, updated_at, locked_at, started_at, finished_at, handed_back_at)
+            < '10000-01-01 00:00:00+00')
 );
 
 -- A finish updates rows in place and leaves dead ones in the claim's index: clean up early and without pauses.

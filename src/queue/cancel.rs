@@ -2,6 +2,7 @@
 
 use uuid::Uuid;
 
+use super::enqueue::kept_key_exists;
 use super::error::{Error, Result};
 use super::finish::read_status;
 use super::{Channel, Queue};
@@ -34,7 +35,9 @@ impl Queue {
     /// # Errors
     /// [`Error::NotFound`], [`Error::Db`], [`Error::Timeout`].
     pub async fn request_cancel(&self, id: Uuid) -> Result<CancelOutcome> {
-        let outcome = self.bounded(async { cancel_row(&mut *self.pool.acquire().await?, id).await }).await?;
+        let outcome = self
+            .bounded(async { cancel_row(&mut *self.pool.acquire().await?, &self.settings.install, id).await })
+            .await?;
         self.notify_cancel(outcome);
         Ok(outcome)
     }
@@ -69,24 +72,33 @@ impl Queue {
     }
 
     async fn retry_row(&self, id: Uuid, mark: &str) -> Result<RetryOutcome> {
-        let done = sqlx::query(
+        let mut tx = self.pool.begin().await?;
+        let done: Option<(Option<String>, Option<String>)> = sqlx::query_as(
             "UPDATE jobs SET status = 'queued', attempts = 0, cancel_requested = false, run_at = now(), \
                  suspended = false, claim_token = NULL, handed_back_at = NULL, lost_leases = 0, last_retry = $2, \
                  finished_at = NULL, updated_at = now(), revision = revision + 1, \
                  mirror_due = owner_uid IS NOT NULL \
-             WHERE id = $1 AND status IN ('failed_permanent', 'cancelled') AND last_retry IS DISTINCT FROM $2",
+             WHERE id = $1 AND install = $3 AND status IN ('failed_permanent', 'cancelled') \
+               AND last_retry IS DISTINCT FROM $2 RETURNING namespace, idempotency_key",
         )
         .bind(id)
         .bind(mark)
-        .execute(&self.pool)
+        .bind(&self.settings.install)
+        .fetch_optional(&mut *tx)
         .await?;
-        if done.rows_affected() == 1 {
+        if let Some((namespace, key)) = done {
+            if kept_key_exists(&mut tx, &self.settings.install, namespace.as_deref(), key.as_deref()).await? {
+                return Ok(RetryOutcome::KeyTaken);
+            }
+            tx.commit().await?;
             return Ok(RetryOutcome::Queued);
         }
-        let row: Option<(String, Option<String>)> = sqlx::query_as("SELECT status, last_retry FROM jobs WHERE id = $1")
-            .bind(id)
-            .fetch_optional(&self.pool)
-            .await?;
+        let row: Option<(String, Option<String>)> =
+            sqlx::query_as("SELECT status, last_retry FROM jobs WHERE id = $1 AND install = $2")
+                .bind(id)
+                .bind(&self.settings.install)
+                .fetch_optional(&mut *tx)
+                .await?;
         match row {
             None => Err(Error::NotFound),
             Some((_, Some(used))) if used == mark => Ok(RetryOutcome::AlreadyUsed),
@@ -96,22 +108,27 @@ impl Queue {
 }
 
 /// The cancel itself, inside whatever transaction the caller has.
-pub(super) async fn cancel_row(connection: &mut sqlx::PgConnection, id: Uuid) -> Result<CancelOutcome> {
+pub(super) async fn cancel_row(connection: &mut sqlx::PgConnection, install: &str, id: Uuid) -> Result<CancelOutcome> {
     let told: Option<(String,)> = sqlx::query_as(
         "UPDATE jobs SET cancel_requested = true, updated_at = now(), revision = revision + 1, \
              mirror_due = owner_uid IS NOT NULL, \
              status = CASE WHEN status = 'running' THEN status ELSE 'cancelled' END, \
              finished_at = CASE WHEN status = 'running' THEN finished_at ELSE now() END \
-         WHERE id = $1 AND NOT cancel_requested AND status IN ('queued', 'retrying', 'running') RETURNING status",
+         WHERE id = $1 AND install = $2 AND NOT cancel_requested AND status IN ('queued', 'retrying', 'running') \
+         RETURNING status",
     )
     .bind(id)
+    .bind(install)
     .fetch_optional(&mut *connection)
     .await?;
     let (status, now) = match told {
         Some((status,)) => (status, true),
         None => {
-            let row: Option<(String,)> =
-                sqlx::query_as("SELECT status FROM jobs WHERE id = $1").bind(id).fetch_optional(connection).await?;
+            let row: Option<(String,)> = sqlx::query_as("SELECT status FROM jobs WHERE id = $1 AND install = $2")
+                .bind(id)
+                .bind(install)
+                .fetch_optional(connection)
+                .await?;
             (row.ok_or(Error::NotFound)?.0, false)
         }
     };

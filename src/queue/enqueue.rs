@@ -1,6 +1,6 @@
 //! Enqueue: at most one row per resource and per live key.
 
-use chrono::{DateTime, Utc};
+use chrono::{DateTime, Datelike, SubsecRound, Utc};
 use serde_json::Value;
 use uuid::Uuid;
 
@@ -158,8 +158,22 @@ fn check_number(number: &serde_json::Number, path: &str) -> Result<usize> {
     Ok(digits.len())
 }
 
+/// As Postgres keeps it: in microseconds.
+pub(super) fn storable_time(time: DateTime<Utc>) -> DateTime<Utc> {
+    time.trunc_subsecs(6)
+}
+
+/// Years of four digits, as RFC 3339 has them: beyond, one reader or another can't hold the time.
+pub(super) fn check_run_at(run_at: DateTime<Utc>) -> Result<()> {
+    if (1..=9999).contains(&run_at.year()) {
+        return Ok(());
+    }
+    Err(Error::invalid("runAt", "is out of range: years 1 to 9999"))
+}
+
 fn check(new: &NewJob) -> Result<()> {
-    let NewJob { kind, payload, max_attempts, idempotency_key, priority, timeout_seconds, last_retry, .. } = new;
+    let NewJob { kind, payload, max_attempts, idempotency_key, run_at, priority, timeout_seconds, last_retry, .. } =
+        new;
     let name = kind.as_bytes();
     let kind_is_a_name = (1..=63).contains(&name.len())
         && name[0].is_ascii_lowercase()
@@ -176,6 +190,9 @@ fn check(new: &NewJob) -> Result<()> {
     }
     if !(1..=86_400).contains(timeout_seconds) {
         return Err(Error::invalid("timeoutSeconds", "is out of range: 1 to 86400"));
+    }
+    if let Some(run_at) = run_at {
+        check_run_at(*run_at)?;
     }
     for (field, text) in [("idempotencyKey", idempotency_key), ("lastRetry", last_retry)] {
         let Some(text) = text else { continue };
@@ -245,7 +262,7 @@ impl Queue {
         .bind(&new.payload)
         .bind(i32::try_from(new.max_attempts).unwrap_or(i32::MAX))
         .bind(&new.idempotency_key)
-        .bind(new.run_at)
+        .bind(new.run_at.map(storable_time))
         .bind(new.priority)
         .bind(i32::try_from(new.timeout_seconds).unwrap_or(i32::MAX))
         .bind(new.suspended)
@@ -257,6 +274,12 @@ impl Queue {
         .await?
         .rows_affected();
         let outcome = if inserted == 1 {
+            // The insert may have waited for the purge of the key's holder; what the purge wrote down about the key
+            // is seen by a later statement only.
+            let install = &self.settings.install;
+            if kept_key_exists(&mut tx, install, namespace, new.idempotency_key.as_deref()).await? {
+                return Ok(None);
+            }
             EnqueueOutcome::Created(id)
         } else {
             match holder_of_key(&mut tx, &self.settings.install, namespace, new).await? {
@@ -282,16 +305,41 @@ impl Queue {
             if held == 0 {
                 return Ok(None);
             }
-            // A first holder (the row came from SQL) owns the row; a further one has a status to be written.
-            sqlx::query("UPDATE jobs SET mirror_due = true, owner_uid = coalesce(owner_uid, $2) WHERE id = $1")
-                .bind(outcome.id())
-                .bind(owner.uid)
-                .execute(&mut *tx)
-                .await?;
+            // A first holder (the row came from SQL) owns the row; a further one has a status to be written. The
+            // revision is raised for it: an acknowledgement under way does not know of the new holder.
+            sqlx::query(
+                "UPDATE jobs SET mirror_due = true, owner_uid = coalesce(owner_uid, $2), \
+                     revision = CASE WHEN $3 THEN revision ELSE revision + 1 END WHERE id = $1",
+            )
+            .bind(outcome.id())
+            .bind(owner.uid)
+            .bind(matches!(outcome, EnqueueOutcome::Created(_)))
+            .execute(&mut *tx)
+            .await?;
         }
         tx.commit().await?;
         Ok(Some(outcome))
     }
+}
+
+/// Whether retention has removed a succeeded row that held this key.
+pub(super) async fn kept_key_exists(
+    tx: &mut sqlx::PgConnection,
+    install: &str,
+    namespace: Option<&str>,
+    key: Option<&str>,
+) -> Result<bool> {
+    let Some(key) = key else { return Ok(false) };
+    let kept: (bool,) = sqlx::query_as(
+        "SELECT EXISTS (SELECT FROM job_keys \
+         WHERE install = $1 AND namespace = coalesce($2, '') AND idempotency_key = $3)",
+    )
+    .bind(install)
+    .bind(namespace)
+    .bind(key)
+    .fetch_one(tx)
+    .await?;
+    Ok(kept.0)
 }
 
 /// The job that holds the key, whether it is the same work, and whether it is about to be cancelled. The row is locked, so that a cancel can't free the

@@ -7,7 +7,7 @@ use chrono::{DateTime, Utc};
 use uuid::Uuid;
 
 use super::cancel::cancel_row;
-use super::enqueue::Owner;
+use super::enqueue::{Owner, check_run_at, storable_time};
 use super::error::Result;
 use super::row::{JobRow, job_columns};
 use super::{CancelOutcome, Channel, Queue};
@@ -52,14 +52,15 @@ pub struct SpecEdit {
 }
 
 impl SpecEdit {
-    /// Whether the row shows something else. A lower limit than the attempts made counts as one more attempt.
+    /// Whether the row shows something else. A lower limit than the attempts made counts as one more attempt; times
+    /// are compared as Postgres keeps them, in microseconds.
     pub fn changes(&self, job: &Job) -> bool {
         let Self { priority, suspended, max_attempts, timeout_seconds, run_at } = *self;
         priority != job.priority
             || suspended != job.suspended
             || clamp_max_attempts(max_attempts, job.attempts) != job.max_attempts
             || timeout_seconds != job.timeout_seconds
-            || run_at != job.wanted_run_at
+            || run_at.map(storable_time) != job.wanted_run_at
     }
 }
 
@@ -74,15 +75,7 @@ impl Queue {
     }
 
     async fn held_by(&self, uid: Uuid) -> Result<Held> {
-        // The row first: its id is found through the resource in the same statement, so one round trip in most cases.
-        let row: Option<JobRow> = sqlx::query_as(concat!(
-            "SELECT ",
-            job_columns!(),
-            " FROM jobs WHERE id = (SELECT job_id FROM job_resources WHERE uid = $1)"
-        ))
-        .bind(uid)
-        .fetch_optional(&self.pool)
-        .await?;
+        let row = self.row_held_by(uid).await?;
         type Hold = (Uuid, i64, Option<i32>, Option<DateTime<Utc>>);
         let held: Option<Hold> = sqlx::query_as(
             "SELECT r.job_id, r.mirrored_revision, k.attempts, k.finished_at FROM job_resources r \
@@ -92,6 +85,11 @@ impl Queue {
         .bind(uid)
         .fetch_optional(&self.pool)
         .await?;
+        // An enqueue may have committed between the two looks: only a row that is missing once more has vanished.
+        let row = match row {
+            None if held.is_some() => self.row_held_by(uid).await?,
+            row => row,
+        };
         Ok(match (row, held) {
             (_, None) => Held::Nothing,
             (Some(row), Some((_, mirrored_revision, ..))) => {
@@ -103,6 +101,15 @@ impl Queue {
             }
             (None, Some((job_id, ..))) => Held::Vanished { job_id },
         })
+    }
+
+    async fn row_held_by(&self, uid: Uuid) -> Result<Option<JobRow>> {
+        let sql = concat!(
+            "SELECT ",
+            job_columns!(),
+            " FROM jobs WHERE id = (SELECT job_id FROM job_resources WHERE uid = $1)"
+        );
+        Ok(sqlx::query_as(sql).bind(uid).fetch_optional(&self.pool).await?)
     }
 
     /// Resources whose status does not show their row's newest revision, in order of job id after `after`; with the
@@ -160,9 +167,14 @@ impl Queue {
         let lag: Option<(f64,)> = self
             .bounded(async {
                 let lag = sqlx::query_as(
-                    "WITH seen AS ( \
-                         UPDATE job_resources SET mirrored_revision = $2 WHERE uid = $1 AND mirrored_revision < $2 \
-                         RETURNING job_id) \
+                    // The job's lock first, as everyone else takes them. Who raises the revision meanwhile, or brings
+                    // a new holder (which raises it too), leaves the row due.
+                    "WITH job AS ( \
+                         SELECT j.id FROM jobs j JOIN job_resources r ON r.job_id = j.id WHERE r.uid = $1 \
+                         FOR UPDATE OF j), \
+                     seen AS ( \
+                         UPDATE job_resources r SET mirrored_revision = $2 FROM job \
+                         WHERE r.uid = $1 AND r.job_id = job.id AND r.mirrored_revision < $2 RETURNING r.job_id) \
                      UPDATE jobs j SET mirror_due = false FROM seen \
                      WHERE j.id = seen.job_id AND j.revision = $2 AND j.mirror_due AND NOT EXISTS ( \
                          SELECT FROM job_resources r \
@@ -194,11 +206,12 @@ impl Queue {
 
     async fn release_hold(&self, uid: Uuid) -> Result<(Release, Option<CancelOutcome>)> {
         let mut tx = self.pool.begin().await?;
-        let held: Option<(Uuid,)> = sqlx::query_as("SELECT job_id FROM job_resources WHERE uid = $1 FOR UPDATE")
+        let held: Option<(Uuid,)> = sqlx::query_as("SELECT job_id FROM job_resources WHERE uid = $1")
             .bind(uid)
             .fetch_optional(&mut *tx)
             .await?;
         let Some((job,)) = held else { return Ok((Release::Ended, None)) };
+        // The job before its resources, as the purge and the enqueue of a sharer take them.
         let row: Option<(Option<Uuid>,)> = sqlx::query_as("SELECT owner_uid FROM jobs WHERE id = $1 FOR UPDATE")
             .bind(job)
             .fetch_optional(&mut *tx)
@@ -213,7 +226,7 @@ impl Queue {
         .await?;
         let cancel = match (row, heir) {
             (None, _) | (_, Some(_)) => None,
-            (Some(_), None) => Some(cancel_row(&mut tx, job).await?),
+            (Some(_), None) => Some(cancel_row(&mut tx, &self.settings.install, job).await?),
         };
         let release = match cancel {
             Some(CancelOutcome::PendingOnWorker) => {
@@ -246,9 +259,11 @@ impl Queue {
     /// has ended or belongs to another resource.
     ///
     /// # Errors
+    /// [`Error::PayloadInvalid`](super::Error::PayloadInvalid) for a time out of range;
     /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout).
     pub async fn edit_waiting(&self, uid: Uuid, edit: SpecEdit) -> Result<bool> {
         let SpecEdit { priority, suspended, max_attempts, timeout_seconds, run_at } = edit;
+        run_at.map_or(Ok(()), check_run_at)?;
         let edited = self
             .bounded(async {
                 let done = sqlx::query(
@@ -264,7 +279,7 @@ impl Queue {
                 .bind(suspended)
                 .bind(i32::try_from(max_attempts).unwrap_or(100))
                 .bind(i32::try_from(timeout_seconds).unwrap_or(86_400))
-                .bind(run_at)
+                .bind(run_at.map(storable_time))
                 .execute(&self.pool)
                 .await?;
                 Ok(done.rows_affected() > 0)
