@@ -149,8 +149,10 @@ async fn a_claim_whose_reply_was_lost_is_taken_up_again_by_its_token() {
     let queue = Queue::new(proxy.options(db.options()), Settings::default());
     db.run("INSERT INTO jobs (kind, payload) VALUES ('test_kind', '{}')").await;
     proxy.lose_the_reply_to(b"test_kind");
-    let job = claim(&queue).await;
-    assert!(proxy.has_seen_it());
+    let lost = queue.fetch_next("w1", &["test_kind"]).await.expect_err("nobody heard the answer");
+    assert!(proxy.has_seen_it() && lost.error.is_passing());
+    let job = queue.take_up(lost.ticket).await.expect("answered").expect("it was done");
+    assert!(queue.fetch_next("w1", &["test_kind"]).await.expect("answered").is_none(), "and once");
     assert_eq!(job.attempt(), 1);
     assert_eq!(db.value::<i32>("SELECT attempts FROM jobs").await, 1);
     queue.mark_succeeded(job, &serde_json::json!(1)).await.map(drop).expect("it holds the claim's token");
