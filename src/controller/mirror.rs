@@ -61,7 +61,7 @@ impl Trigger {
 
 /// Passes over due rows until dropped.
 pub(super) async fn run(context: Arc<Context>, trigger: Trigger, listener: Listener, part: Part, beat: Beat) {
-    let mut pause = POLL;
+    let (mut pause, mut served) = (POLL, false);
     loop {
         match pass(&context, &trigger).await {
             Ok(()) => {
@@ -82,6 +82,11 @@ pub(super) async fn run(context: Arc<Context>, trigger: Trigger, listener: Liste
             () = listener.woken(Channel::Changed) => {}
             () = tokio::time::sleep(pause) => {}
         }
+        let now = context.kubernetes.is_ready();
+        if now && !std::mem::replace(&mut served, now) {
+            context.back_off.release_all().iter().for_each(|resource| trigger.send(resource, &context.due));
+        }
+        served = now;
     }
 }
 
@@ -94,7 +99,11 @@ async fn pass(context: &Context, trigger: &Trigger) -> Result<(), PassError> {
     let mut after = None;
     loop {
         let (resources, next) = context.queue.due(after, PAGE).await?;
-        resources.iter().for_each(|resource| trigger.send(resource, &context.due));
+        // Without an API server a try is in vain; one that failed has its own time for the next.
+        let due = resources.iter().filter(|resource| !context.back_off.is_waiting(resource.uid));
+        if context.kubernetes.is_ready() {
+            due.for_each(|resource| trigger.send(resource, &context.due));
+        }
         match next {
             Some(_) => after = next,
             None => return Ok(()),

@@ -7,6 +7,7 @@
 //! A status is written before the queue is told that it is shown, so that a crash leaves the row due. The row ends
 //! before the finalizer goes, so that a deleted resource's job is never left running unseen.
 
+mod back_off;
 mod gate;
 mod mirror;
 mod orphans;
@@ -19,13 +20,12 @@ mod validate;
 mod watch;
 mod young;
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::StreamExt;
+use kube::Client;
 use kube::runtime::controller::{Action, Config, Controller};
-use kube::{Client, ResourceExt};
 use sqlx::postgres::PgConnectOptions;
 use tokio_util::sync::CancellationToken;
 
@@ -89,7 +89,7 @@ struct Context {
     gate: gate::Gate,
     due: mirror::Due,
     young: young::Young,
-    back_off: BackOff,
+    back_off: back_off::BackOff,
     metrics: Metrics,
     kubernetes: Part,
     default_ttl: Option<Duration>,
@@ -116,7 +116,7 @@ pub async fn run(
         gate: gate::Gate::default(),
         due: mirror::Due::default(),
         young: young::Young::default(),
-        back_off: BackOff::default(),
+        back_off: back_off::BackOff::default(),
         metrics,
         kubernetes: kubernetes.clone(),
         default_ttl,
@@ -157,21 +157,22 @@ pub async fn run(
 
 async fn reconcile_counted(object: Arc<JobRequest>, context: Arc<Context>) -> Result<Action> {
     let start = Instant::now();
-    let uid = object.metadata.uid.clone();
-    let outcome = reconcile::reconcile(object, context.clone()).await;
+    let outcome = reconcile::reconcile(object.clone(), context.clone()).await;
     let label = outcome.as_ref().map_or_else(Error::label, |_| "ok");
     context.metrics.reconciled(label, start.elapsed());
-    if let (Ok(_), Some(uid)) = (&outcome, uid) {
-        context.back_off.reset(&uid);
+    if outcome.is_ok()
+        && let Ok(uid) = patch::uid(&object)
+    {
+        context.back_off.reset(uid);
     }
     outcome
 }
 
 /// A passing fault: tried again after a back-off of the object's own, which ends with its first success.
 fn error_policy(object: Arc<JobRequest>, error: &Error, context: Arc<Context>) -> Action {
-    let uid = object.metadata.uid.clone().unwrap_or_default();
-    let (failures, delay) = context.back_off.next(uid);
-    let (namespace, name) = (object.namespace(), object.name_any());
+    let Ok(resource) = patch::reference(&object) else { return Action::await_change() };
+    let (namespace, name) = (resource.namespace.clone(), resource.name.clone());
+    let (failures, delay) = context.back_off.failed(resource);
     // The first failure of an object is often a restart somewhere; one that lasts is said, at each doubling.
     if failures.is_power_of_two() && failures > 1 {
         tracing::warn!(namespace, name, failures, error = %error, delay_ms = delay.as_millis(), "not reconciled yet");
@@ -179,43 +180,4 @@ fn error_policy(object: Arc<JobRequest>, error: &Error, context: Arc<Context>) -
         tracing::debug!(namespace, name, failures, error = %error, "not reconciled yet");
     }
     Action::requeue(delay)
-}
-
-/// Failures in a row, by uid.
-#[derive(Default)]
-struct BackOff(Mutex<HashMap<String, u32>>);
-
-impl BackOff {
-    fn entries(&self) -> std::sync::MutexGuard<'_, HashMap<String, u32>> {
-        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
-
-    /// The count with this failure, and how long to wait: from half a second, doubling to a minute, with jitter.
-    fn next(&self, uid: String) -> (u32, Duration) {
-        let mut entries = self.entries();
-        let failures = entries.entry(uid).or_default();
-        *failures = failures.saturating_add(1);
-        let ceiling =
-            Duration::from_millis(500).saturating_mul(1 << (*failures - 1).min(7)).min(Duration::from_secs(60));
-        (*failures, ceiling.mul_f64(rand::random_range(0.5..=1.0)))
-    }
-
-    fn reset(&self, uid: &str) {
-        self.entries().remove(uid);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_object_waits_longer_each_time_up_to_a_minute_and_forgets_with_a_success() {
-        let back_off = BackOff::default();
-        let delays: Vec<_> = (0..20).map(|_| back_off.next("a".to_owned()).1.as_secs_f64()).collect();
-        assert!((0.25..=0.5).contains(&delays[0]) && (30.0..=60.0).contains(&delays[19]), "{delays:?}");
-        assert!(back_off.next("b".to_owned()).1.as_secs_f64() <= 0.5, "another object has its own");
-        back_off.reset("a");
-        assert_eq!(back_off.next("a".to_owned()).0, 1);
-    }
 }

@@ -10,6 +10,7 @@ use uuid::Uuid;
 
 use super::{Error, Result};
 use crate::api::{FINALIZER, JobRequest, JobRequestStatus};
+use crate::queue::ResourceRef;
 
 const FIELD_MANAGER: &str = "jobrequest-controller";
 /// Limit of one call to the API server. The client repeats calls that were turned away; this bounds all of it.
@@ -42,6 +43,12 @@ fn api(client: &Client, object: &JobRequest) -> Api<JobRequest> {
 /// The resource's uid; every object from an API server has one.
 pub(super) fn uid(object: &JobRequest) -> Result<Uuid> {
     object.meta().uid.as_deref().and_then(|uid| uid.parse().ok()).ok_or(Error::NoUid)
+}
+
+/// The resource by name and uid.
+pub(super) fn reference(object: &JobRequest) -> Result<ResourceRef> {
+    let namespace = object.namespace().unwrap_or_default();
+    Ok(ResourceRef { uid: uid(object)?, namespace, name: object.name_any() })
 }
 
 /// The resource as it is now, if it is still the same one.

@@ -16,7 +16,7 @@ use super::young::YOUNG;
 use super::{Context, Error, Result, ttl};
 use crate::api::{FINALIZER, JobRequest, JobRequestStatus, Phase};
 use crate::job::{Job, Status};
-use crate::queue::{self, Held, Owner, Release, RetryOutcome};
+use crate::queue::{self, Held, Release, RetryOutcome};
 
 /// How often a write that found the resource changed is decided anew before the back-off takes over.
 const REREADS: usize = 4;
@@ -335,9 +335,7 @@ async fn show(object: &JobRequest, context: &Context, standing: &Standing<'_>) -
 
 /// The database is away: whoever waits for it says so once and is woken when it is back.
 async fn wait_for_database(object: &JobRequest, context: &Context) -> Result<Action> {
-    let uid = patch::uid(object)?;
-    let resource = Owner { uid, namespace: object.namespace().unwrap_or_default(), name: object.name_any() };
-    if !context.gate.park(resource) {
+    if !context.gate.park(patch::reference(object)?) {
         return Ok(Action::requeue(YOUNG));
     }
     let deleting = object.metadata.deletion_timestamp.is_some();

@@ -6,7 +6,7 @@ use kube::ResourceExt;
 use super::patch;
 use super::validate::validate;
 use crate::api::{JobRequest, RETRY_ANNOTATION};
-use crate::queue::{NewJob, Owner, SpecEdit};
+use crate::queue::{NewJob, SpecEdit};
 
 /// The job that a resource asks for, or why there can be none.
 pub(super) fn to_job(object: &JobRequest) -> Result<NewJob, (&'static str, String)> {
@@ -18,7 +18,7 @@ pub(super) fn to_job(object: &JobRequest) -> Result<NewJob, (&'static str, Strin
         None => return Err(invalid("payload", "is missing")),
     };
     let edit = to_edit(object).map_err(|problem| invalid("runAt", problem))?;
-    let uid = patch::uid(object).map_err(|_| invalid("uid", "is missing"))?;
+    let owner = patch::reference(object).map_err(|_| invalid("uid", "is missing"))?;
     Ok(NewJob {
         kind: spec.kind.clone(),
         payload,
@@ -28,7 +28,7 @@ pub(super) fn to_job(object: &JobRequest) -> Result<NewJob, (&'static str, Strin
         priority: edit.priority,
         timeout_seconds: edit.timeout_seconds,
         suspended: edit.suspended,
-        owner: Some(Owner { uid, namespace: object.namespace().unwrap_or_default(), name: object.name_any() }),
+        owner: Some(owner),
         // A value present at the start asks for nothing.
         last_retry: retry_mark(object),
     })
