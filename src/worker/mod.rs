@@ -146,20 +146,30 @@ impl Builder {
     /// [`BuildError`] when there is nothing to run or nothing to run it in.
     pub fn build(self) -> Result<Worker, BuildError> {
         let Self { queue, registry, settings, direct, health, metrics } = self;
-        let known = registry.kinds();
-        if known.is_empty() {
-            return Err(BuildError::NoExecutor);
-        }
         if settings.concurrency == 0 {
             return Err(BuildError::NoSlot);
         }
-        if let Some(kind) = settings.kinds.iter().find(|kind| !known.contains(&kind.as_str())) {
-            return Err(BuildError::UnknownKind { kind: kind.clone(), known });
-        }
+        check_kinds(&registry, &settings.kinds)?;
+        let known = registry.kinds();
         let wanted = |kind: &&str| settings.kinds.is_empty() || settings.kinds.iter().any(|other| other == kind);
         let kinds = known.iter().copied().filter(wanted).collect();
         let metrics = metrics.unwrap_or_else(|| Metrics::new(known));
         Ok(Worker { queue, registry, kinds, settings, direct, health, metrics })
+    }
+}
+
+/// Whether a worker with these executors can claim these kinds.
+///
+/// # Errors
+/// [`BuildError::NoExecutor`], [`BuildError::UnknownKind`].
+pub fn check_kinds(registry: &Registry, kinds: &[String]) -> Result<(), BuildError> {
+    let known = registry.kinds();
+    if known.is_empty() {
+        return Err(BuildError::NoExecutor);
+    }
+    match kinds.iter().find(|kind| !known.contains(&kind.as_str())) {
+        Some(kind) => Err(BuildError::UnknownKind { kind: crate::text::cut(kind, 64).to_owned(), known }),
+        None => Ok(()),
     }
 }
 

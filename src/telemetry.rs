@@ -1,0 +1,30 @@
+//! The log: one line an event, to stderr, ids in fields.
+
+use std::io::IsTerminal;
+use std::panic::PanicHookInfo;
+
+use tracing_subscriber::EnvFilter;
+
+use crate::cli::{LogFormat, LogSettings};
+
+/// Starts the log. Called once, before anything that logs.
+pub fn init(settings: &LogSettings) {
+    let LogSettings { filter, format } = settings;
+    // The filter was checked when it was parsed.
+    let filter = EnvFilter::try_new(filter).unwrap_or_else(|_| EnvFilter::new("info"));
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    match format {
+        LogFormat::Text => log.with_ansi(std::io::stderr().is_terminal()).init(),
+        LogFormat::Json => log.json().flatten_event(true).init(),
+    }
+    std::panic::set_hook(Box::new(log_panic));
+}
+
+/// Where, and the words that were written down there: a message made at run time may hold a payload.
+fn log_panic(panic: &PanicHookInfo<'_>) {
+    let message = panic.payload().downcast_ref::<&'static str>().copied().unwrap_or("(made at run time, not shown)");
+    let place = panic.location().map(ToString::to_string).unwrap_or_default();
+    let thread = std::thread::current();
+    let thread = thread.name().unwrap_or_default();
+    tracing::error!(place, thread, message = crate::text::cut(message, 256), "panic");
+}
