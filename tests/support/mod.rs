@@ -2,4 +2,5 @@
 #![allow(dead_code)]
 
 pub mod db;
+pub mod kubectl;
 pub mod proxy;
