@@ -6,7 +6,7 @@
 use chrono::{DateTime, Utc};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use k8s_openapi::jiff::Timestamp;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::api::{AttemptRecord, HISTORY_LIMIT, JobRequestStatus, Json, Phase};
 use crate::job::{Job, JobState, Outcome, PastAttempt};
@@ -139,10 +139,11 @@ fn record(attempt: &PastAttempt) -> AttemptRecord {
     }
 }
 
-/// A result too large for a status stays in the row alone.
+/// A result too large for a status stays in the row alone. The schema has an object here; what a library's executor
+/// returns otherwise is wrapped.
 fn shown(result: &Value) -> Option<Json> {
     let fits = !result.is_null() && result.to_string().len() <= RESULT_MAX_BYTES;
-    fits.then(|| Json::from(result))
+    fits.then(|| if result.is_object() { Json::from(result) } else { Json::from(json!({ "value": result })) })
 }
 
 fn verdict(standing: &Standing<'_>, deleting: bool) -> Verdict {

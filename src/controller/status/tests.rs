@@ -142,6 +142,8 @@ fn the_largest_status_stays_below_sixteen_kilobytes() {
     assert!(status.last_error.as_ref().is_some_and(|text| text.len() <= 1024));
     let size = serde_json::to_string(&status).expect("JSON").len();
     assert!(size < 16 * 1024, "{size}");
+    let list = self::job(JobState::Succeeded { at: at(2), result: json!([1]) });
+    assert_eq!(shown_for(&list).result, Some(Json::from(json!({"value": [1]}))), "the schema has an object here");
     let large = self::job(JobState::Succeeded { at: at(2), result: json!("x".repeat(5000)) });
     assert_eq!(shown_for(&large).result, None, "a result over 4 KiB stays in the row");
 }
