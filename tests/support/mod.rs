@@ -4,3 +4,4 @@
 pub mod db;
 pub mod kubectl;
 pub mod proxy;
+pub mod stage;
