@@ -11,7 +11,7 @@
 //! | `rescue.rs` | ends other workers' dead leases, removes old rows, measures the queue |
 //!
 //! An attempt under way is told things (its lease was renewed until then, its job was cancelled, the worker shuts down)
-//! and never asked: one pure function, [`execute::what_now`], weighs the orders against each other and the clock. The
+//! and never asked: one pure function, `execute::what_now`, weighs the orders against each other and the clock. The
 //! clock is the process's monotonic one; a lease counts from before its claim or heartbeat was sent, so it ends here
 //! before it ends in the database.
 
