@@ -76,8 +76,8 @@ pub fn parse() -> Result<Program, Refusal> {
 }
 
 fn parse_from(arguments: impl IntoIterator<Item = OsString>, variables: &[OsString]) -> Result<Program, Refusal> {
+    let known = environment::known_to(&Cli::command());
     let command = without_empty_variables(Cli::command());
-    let known = environment::known_to(&command);
     let matches = command.try_get_matches_from(arguments).map_err(|error| refuse(&error))?;
     environment::check(variables, &known).map_err(Refusal::Wrong)?;
     let Cli { command } = Cli::from_arg_matches(&matches).map_err(|error| refuse(&error))?;

@@ -55,8 +55,12 @@ fn is_of_a_service(name: &str) -> bool {
         || name.match_indices("_PORT").any(|(at, port)| after_port(&name[at + port.len()..]))
 }
 
-/// The most similar name, if it is similar.
+/// The name of which this one is a part or the other way round, or the most similar one, if it is similar.
 fn nearest<'k>(name: &str, known: &'k [String]) -> Option<&'k str> {
+    let part = known.iter().find(|known| known.starts_with(name) || name.starts_with(known.as_str()));
+    if let Some(part) = part {
+        return Some(part);
+    }
     let by_distance = known.iter().map(|known| (distance(name, known), known.as_str()));
     by_distance.min().filter(|(distance, _)| *distance <= 5).map(|(_, known)| known)
 }

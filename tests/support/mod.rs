@@ -3,5 +3,6 @@
 
 pub mod db;
 pub mod kubectl;
+pub mod program;
 pub mod proxy;
 pub mod stage;
