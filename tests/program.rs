@@ -18,12 +18,12 @@ use uuid::Uuid;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A worker with leases of a second that may call the tests' receivers.
+/// A worker with leases of two seconds that may call the tests' receivers.
 fn worker(db: &Database, more: &[(&str, &str)]) -> Program {
     let url = db.url();
     let own = [
         ("DATABASE_URL", url.as_str()),
-        ("JOBREQUEST_LEASE_SECONDS", "1"),
+        ("JOBREQUEST_LEASE_SECONDS", "2"),
         ("JOBREQUEST_POLL_SECONDS", "0.05"),
         ("JOBREQUEST_RETRY_BASE_SECONDS", "0.01"),
         ("JOBREQUEST_RETRY_CAP_SECONDS", "0.02"),
@@ -157,8 +157,10 @@ async fn a_worker_waits_for_the_schema_and_starts_once_it_is_there() {
 
 #[test]
 fn what_cannot_be_used_is_said_in_one_line_and_stops_the_start() {
+    /// Arguments, variables, a part of the line.
+    type Case<'a> = (&'a [&'a str], &'a [(&'a str, &'a str)], &'a str);
     let database = ("DATABASE_URL", "postgres://u:hunter2@127.0.0.1:1/d");
-    let cases: &[(&[&str], &[(&str, &str)], &str)] = &[
+    let cases: &[Case] = &[
         (&["worker"], &[], "DATABASE_URL is not set"),
         (&["worker"], &[("DATABASE_URL", "")], "DATABASE_URL is not set"),
         (&["controller"], &[], "DATABASE_URL is not set"),

@@ -19,9 +19,9 @@ use uuid::Uuid;
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Leases of a second and back-offs that hardly wait.
+/// Leases of two seconds, which a busy machine can still renew, and back-offs that hardly wait.
 fn quick(settings: &mut Settings) {
-    settings.lease = SECOND;
+    settings.lease = 2 * SECOND;
     settings.retry = RetryPolicy::new(Duration::from_millis(1), Duration::from_millis(2));
 }
 
@@ -72,15 +72,15 @@ async fn a_job_longer_than_its_lease_runs_once_while_its_lease_is_renewed() {
     let two = Running::start(&queue, stage.registry(), |b| b.name("w2"));
     let id = enqueue(&queue, job()).await;
     stage.until_started().await;
-    // Three leases and a half: without renewal the rescue would have had it.
-    let held = format!("SELECT locked_at - started_at > interval '3.5 s' FROM jobs WHERE id = '{id}'");
+    // Two leases and a half: without renewal the rescue would have had it.
+    let held = format!("SELECT locked_at - started_at > interval '5 s' FROM jobs WHERE id = '{id}'");
     let started = Instant::now();
     while !db.value::<bool>(&held).await {
         assert!(started.elapsed() < PATIENCE, "the lease is not renewed");
         let fresh: bool = db
-            .value(&format!("SELECT clock_timestamp() - locked_at < interval '0.9 s' FROM jobs WHERE id = '{id}'"))
+            .value(&format!("SELECT clock_timestamp() - locked_at < interval '1.5 s' FROM jobs WHERE id = '{id}'"))
             .await;
-        assert!(fresh, "renewed at least every third of the lease");
+        assert!(fresh, "renewed every third of the lease, or a little later");
         sleep(Duration::from_millis(20)).await;
     }
     stage.let_go(1);
@@ -120,7 +120,7 @@ async fn a_worker_with_a_dead_ones_name_does_not_mistake_its_job_for_its_own() {
     let id = enqueue(&queue, job()).await;
     drop(claim_as(&queue, "pod-0").await);
     let worker = Running::start(&queue, stage.registry(), |b| b.name("pod-0"));
-    // Nobody renews the lease of a second, so it ends by itself.
+    // Nobody renews the lease, so it ends by itself.
     until_status(&db, id, "succeeded").await;
     assert_eq!((stage.runs(), attempts(&db, id).await), (1, 2));
     worker.end().await;
