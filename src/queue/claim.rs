@@ -35,14 +35,13 @@ pub struct ClaimError {
 }
 
 /// What a claim found.
-enum Claim {
-    Nothing,
-    Job(Box<ClaimedJob>),
-    /// A row that can't be read; it has been ended.
-    Unreadable,
+struct Found {
+    jobs: Vec<ClaimedJob>,
+    /// Rows that can't be read; they have been ended.
+    unreadable: usize,
 }
 
-/// How many rows that can't be read one claim gets out of the way at most.
+/// How many claims in a row may find nothing but rows that can't be read.
 const UNREADABLE_AT_ONCE: usize = 100;
 
 /// What is read as text can't fail to decode: a row that no one can read must not take the claim's reply with it.
@@ -52,80 +51,92 @@ const CLAIMED: &str = "j.id, j.kind, j.namespace, j.attempts, j.max_attempts, j.
     j.payload::text AS payload, j.progress::text AS progress";
 
 impl Queue {
-    /// Claims the next due job of these kinds, if there is one: highest priority first, then longest due.
+    /// Claims the next due job of these kinds, if there is one: [`Queue::fetch_many`] of one.
+    ///
+    /// # Errors
+    /// As [`Queue::fetch_many`].
+    pub async fn fetch_next(&self, worker: &str, kinds: &[&str]) -> Result<Option<ClaimedJob>, ClaimError> {
+        Ok(self.fetch_many(worker, kinds, 1).await?.pop())
+    }
+
+    /// Claims the next due jobs of these kinds in one statement, at most `limit`: highest priority first, then longest
+    /// due.
     ///
     /// Guard: waiting, due by the database's clock, not suspended, of a given kind (a kind unknown to this worker
     /// stays for others), of this install; rows locked by others are skipped. The claim adds one to `attempts` and
-    /// starts a lease under a fresh token.
+    /// starts a lease under a token of its own: with the row's id it is unique per claim.
     ///
     /// # Errors
-    /// [`ClaimError`] with the ticket by which [`Queue::take_up`] finds the claim, should it have taken effect. A row
-    /// that can't be read is ended as failed and the next one tried.
-    pub async fn fetch_next(&self, worker: &str, kinds: &[&str]) -> Result<Option<ClaimedJob>, ClaimError> {
+    /// [`ClaimError`] with the ticket by which [`Queue::take_up`] finds the claim, should it have taken effect. Rows
+    /// that can't be read are ended as failed and the next ones tried.
+    pub async fn fetch_many(&self, worker: &str, kinds: &[&str], limit: usize) -> Result<Vec<ClaimedJob>, ClaimError> {
         for _ in 0..UNREADABLE_AT_ONCE {
             let ticket = ClaimTicket { token: Uuid::new_v4(), since: Instant::now() };
-            let claim = self.bounded(self.claim(worker, kinds, ticket)).await;
-            match claim.map_err(|error| ClaimError { error, ticket })? {
-                Claim::Job(job) => return Ok(Some(*job)),
-                Claim::Nothing => return Ok(None),
-                Claim::Unreadable => {}
+            let claim = self.bounded(self.claim(worker, kinds, limit, ticket)).await;
+            let Found { jobs, unreadable } = claim.map_err(|error| ClaimError { error, ticket })?;
+            if !jobs.is_empty() || unreadable == 0 {
+                return Ok(jobs);
             }
         }
-        Ok(None)
+        Ok(Vec::new())
     }
 
-    async fn claim(&self, worker: &str, kinds: &[&str], ticket: ClaimTicket) -> Result<Claim> {
+    async fn claim(&self, worker: &str, kinds: &[&str], limit: usize, ticket: ClaimTicket) -> Result<Found> {
         let sql = format!(
             "WITH next AS ( \
                  SELECT id FROM jobs \
                  WHERE install = $1 AND status IN ('queued', 'retrying') AND NOT suspended AND run_at <= now() \
                    AND kind = ANY($2) \
-                 ORDER BY priority DESC, run_at, id LIMIT 1 FOR UPDATE SKIP LOCKED) \
+                 ORDER BY priority DESC, run_at, id LIMIT $6 FOR UPDATE SKIP LOCKED) \
              UPDATE jobs j SET status = 'running', attempts = attempts + 1, claim_token = $3, locked_by = $4, \
                  locked_at = now(), lease_seconds = $5, started_at = now(), finished_at = NULL, updated_at = now(), \
                  revision = revision + 1, mirror_due = owner_uid IS NOT NULL \
              FROM next WHERE j.id = next.id RETURNING {CLAIMED}"
         );
-        let row: Option<ClaimedRow> = sqlx::query_as(AssertSqlSafe(sql))
+        let rows: Vec<ClaimedRow> = sqlx::query_as(AssertSqlSafe(sql))
             .bind(&self.settings.install)
             .bind(kinds)
             .bind(ticket.token)
             .bind(storable(worker, 255))
             .bind(self.lease_seconds())
-            .fetch_optional(&self.pool)
+            .bind(i64::try_from(limit).unwrap_or(i64::MAX))
+            .fetch_all(&self.pool)
             .await?;
-        self.read_claim(row, ticket).await
+        self.read_claim(rows, ticket).await
     }
 
-    /// The claim made under this ticket, if it took effect: for one whose reply was lost. Its lease counts from
-    /// before the claim was sent, so it may be nearly over: [`Queue::heartbeat`] tells. Safe to repeat.
+    /// The claims made under this ticket that took effect: for one whose reply was lost. Their leases count from
+    /// before the claim was sent, so they may be nearly over: [`Queue::heartbeat`] tells. Safe to repeat.
     ///
     /// # Errors
     /// [`Error::Db`], [`Error::Timeout`].
-    pub async fn take_up(&self, ticket: ClaimTicket) -> Result<Option<ClaimedJob>> {
+    pub async fn take_up(&self, ticket: ClaimTicket) -> Result<Vec<ClaimedJob>> {
         let sql = format!(
             "SELECT {CLAIMED} FROM jobs j WHERE j.install = $1 AND j.status = 'running' AND j.claim_token = $2"
         );
         let query = sqlx::query_as(AssertSqlSafe(sql)).bind(&self.settings.install).bind(ticket.token);
-        let row: Option<ClaimedRow> = self.bounded(async { Ok(query.fetch_optional(&self.pool).await?) }).await?;
-        match self.read_claim(row, ticket).await? {
-            Claim::Job(job) => Ok(Some(*job)),
-            Claim::Nothing | Claim::Unreadable => Ok(None),
-        }
+        let rows: Vec<ClaimedRow> = self.bounded(async { Ok(query.fetch_all(&self.pool).await?) }).await?;
+        Ok(self.read_claim(rows, ticket).await?.jobs)
     }
 
-    async fn read_claim(&self, row: Option<ClaimedRow>, ticket: ClaimTicket) -> Result<Claim> {
-        let Some(row) = row else { return Ok(Claim::Nothing) };
-        self.notify(Channel::Changed);
-        let (id, ClaimTicket { token, since }) = (row.id, ticket);
-        match row.into_job(token, since) {
-            Ok(job) => Ok(Claim::Job(Box::new(job))),
-            Err(error) => {
-                tracing::warn!(job = %id, error = %error, "a row that can't be read ends as failed");
-                self.fail_unreadable(id, token, &error.to_string()).await?;
-                Ok(Claim::Unreadable)
+    async fn read_claim(&self, rows: Vec<ClaimedRow>, ticket: ClaimTicket) -> Result<Found> {
+        let ClaimTicket { token, since } = ticket;
+        let mut found = Found { jobs: Vec::with_capacity(rows.len()), unreadable: 0 };
+        for row in rows {
+            let id = row.id;
+            match row.into_job(token, since) {
+                Ok(job) => found.jobs.push(job),
+                Err(error) => {
+                    tracing::warn!(job = %id, error = %error, "a row that can't be read ends as failed");
+                    self.fail_unreadable(id, token, &error.to_string()).await?;
+                    found.unreadable += 1;
+                }
             }
         }
+        if !found.jobs.is_empty() || found.unreadable > 0 {
+            self.notify(Channel::Changed);
+        }
+        Ok(found)
     }
 
     /// Prolongs these leases in one statement and learns of cancels.

@@ -19,6 +19,9 @@ pub enum Error {
     /// The row is in a state from which this can't be done.
     #[error("a {from} job can't be {wanted}")]
     InvalidTransition { from: Status, wanted: &'static str },
+    /// Another transaction holds the row just now.
+    #[error("another transaction holds the job's row")]
+    RowLocked,
     #[error("there is no such job")]
     NotFound,
     /// A row holds what no version of this program writes: the column and what was expected of it.
@@ -27,6 +30,9 @@ pub enum Error {
     /// The database refused or did not answer. [`Error::is_passing`] says whether trying again makes sense.
     #[error("database: {}", describe(.0))]
     Db(#[from] sqlx::Error),
+    /// The statement that this was part of failed, and may succeed later.
+    #[error("{message}")]
+    Batch { message: String },
     /// No answer within the time limit. It may have happened or not: the operations are safe to repeat.
     #[error("database: no answer within {seconds} s")]
     Timeout { seconds: u64 },
@@ -40,7 +46,7 @@ impl Error {
     /// The store is away or overloaded, or another transaction stood in the way; the same call may succeed later.
     pub fn is_passing(&self) -> bool {
         match self {
-            Self::Timeout { .. } | Self::KeyBeingFreed { .. } => true,
+            Self::Timeout { .. } | Self::KeyBeingFreed { .. } | Self::RowLocked | Self::Batch { .. } => true,
             Self::Db(error) => match error {
                 sqlx::Error::Database(e) => e.code().is_none_or(|code| passing_sqlstate(&code)),
                 sqlx::Error::Io(_)
@@ -56,6 +62,16 @@ impl Error {
             | Self::InvalidTransition { .. }
             | Self::NotFound
             | Self::RowInvalid { .. } => false,
+        }
+    }
+
+    /// The same error for another attempt of a batch. A driver's error can't be cloned: its words and class are kept.
+    pub(super) fn again(&self) -> Self {
+        match self {
+            Self::Timeout { seconds } => Self::Timeout { seconds: *seconds },
+            Self::RowInvalid { id, column, problem } => Self::RowInvalid { id: *id, column, problem },
+            other if other.is_passing() => Self::Batch { message: other.to_string() },
+            other => Self::Db(sqlx::Error::InvalidArgument(other.to_string())),
         }
     }
 

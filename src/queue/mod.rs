@@ -46,7 +46,7 @@ pub use claim::{ClaimError, ClaimTicket, Heartbeat};
 pub use claimed::{ClaimedJob, Lease};
 pub use enqueue::{EnqueueOutcome, NewJob, Owner, PAYLOAD_MAX_BYTES, PAYLOAD_MAX_DEPTH, check_payload};
 pub use error::{Error, Result};
-pub use finish::{AttemptFailure, Finish, Unfinished};
+pub use finish::{AttemptEnd, AttemptFailure, Finish, Unfinished};
 pub use inspect::{KindDepth, ListFilter};
 pub use listen::Listener;
 pub use notify::Channel;

@@ -1,4 +1,4 @@
-//! Takes the next due job whenever a slot is free, and only then: a claimed job starts at once.
+//! Takes the next due jobs whenever slots are free, and no more than those: a claimed job starts at once.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,35 +27,39 @@ pub(super) async fn claim_until(
     beat: &Beat,
 ) {
     let mut back_off = BackOff::default();
-    // A claim whose reply was lost: the job may be ours already.
+    // A claim whose reply was lost: the jobs may be ours already.
     let mut open: Option<ClaimTicket> = None;
-    while let Some(slot) = free_slot(shutdown, slots, beat).await {
-        let answer = next_job(shared, &mut open).await;
+    while let Some(mut free) = free_slots(shutdown, slots, beat).await {
+        let wanted = free.num_permits();
+        let answer = next_jobs(shared, &mut open, wanted).await;
         beat.beat();
         shared.report(&answer);
         match answer {
-            Ok(Some(claim)) => {
+            Ok(claims) => {
                 back_off.reset();
-                if shutdown.is_cancelled() {
-                    hand_back_unstarted(shared, claim).await;
-                } else {
-                    shared.metrics.job_started(claim.job.kind(), claim.job.waited());
-                    attempts.spawn(execute::run(shared.clone(), claim, slot));
+                let more_may_be_due = claims.len() == wanted;
+                for claim in claims {
+                    match free.split(1) {
+                        Some(slot) if !shutdown.is_cancelled() => {
+                            shared.metrics.job_started(claim.job.kind(), claim.job.waited());
+                            attempts.spawn(execute::run(shared.clone(), claim, slot));
+                        }
+                        _ => hand_back_unstarted(shared, claim).await,
+                    }
                 }
-            }
-            Ok(None) => {
-                back_off.reset();
-                drop(slot);
-                // Never longer than the setting says, and never in step with other workers.
-                let pause = shared.settings.poll.mul_f64(rand::random_range(0.5..=1.0));
-                tokio::select! {
-                    () = shared.woken(Channel::Ready) => {}
-                    () = sleep(pause) => {}
-                    () = shutdown.cancelled() => {}
+                drop(free);
+                if !more_may_be_due {
+                    // Never longer than the setting says, and never in step with other workers.
+                    let pause = shared.settings.poll.mul_f64(rand::random_range(0.5..=1.0));
+                    tokio::select! {
+                        () = shared.woken(Channel::Ready) => {}
+                        () = sleep(pause) => {}
+                        () = shutdown.cancelled() => {}
+                    }
                 }
             }
             Err(_reported) => {
-                drop(slot);
+                drop(free);
                 tokio::select! {
                     () = sleep(back_off.next()) => {}
                     () = shutdown.cancelled() => {}
@@ -65,41 +69,54 @@ pub(super) async fn claim_until(
     }
 }
 
+/// The most jobs one claim takes.
+const BATCH: usize = 500;
+
 /// A claimed job and until when its lease holds.
 pub(super) struct Claim {
     pub job: ClaimedJob,
     pub lease_until: Instant,
 }
 
-/// None at the shutdown.
-async fn free_slot(shutdown: &CancellationToken, slots: &Arc<Semaphore>, beat: &Beat) -> Option<OwnedSemaphorePermit> {
+/// All slots that are free, at least one and at most a batch; none at the shutdown.
+async fn free_slots(shutdown: &CancellationToken, slots: &Arc<Semaphore>, beat: &Beat) -> Option<OwnedSemaphorePermit> {
     loop {
         beat.beat();
         tokio::select! {
             biased;
             () = shutdown.cancelled() => return None,
             slot = timeout(SLOT_TICK, slots.clone().acquire_owned()) => match slot {
-                // The semaphore is never closed.
-                Ok(slot) => return slot.ok(),
+                Ok(slot) => {
+                    // The semaphore is never closed.
+                    let mut free = slot.ok()?;
+                    let more = slots.available_permits().min(BATCH - 1);
+                    // This loop alone takes slots, so what is available stays so.
+                    if let Some(more) = u32::try_from(more).ok().and_then(|n| slots.clone().try_acquire_many_owned(n).ok()) {
+                        free.merge(more);
+                    }
+                    return Some(free);
+                }
                 Err(_full) => {}
             },
         }
     }
 }
 
-/// The next due job. This is not raced against the shutdown: a claim cut short may have taken a job.
-async fn next_job(shared: &Shared, open: &mut Option<ClaimTicket>) -> queue::Result<Option<Claim>> {
+/// The next due jobs. This is not raced against the shutdown: a claim cut short may have taken jobs.
+async fn next_jobs(shared: &Shared, open: &mut Option<ClaimTicket>, wanted: usize) -> queue::Result<Vec<Claim>> {
     let Shared { queue, settings, kinds, lease, .. } = shared;
     if let Some(ticket) = *open {
         let found = queue.take_up(ticket).await?;
-        *open = None;
-        if let Some(job) = found {
-            tracing::info!(job = %job.id(), "took up a claim whose reply was lost");
-            return renewed(shared, job).await;
+        if !found.is_empty() {
+            tracing::info!(jobs = found.len(), "took up a claim whose reply was lost");
+            let found = renewed(shared, found).await?;
+            *open = None;
+            return Ok(found);
         }
+        *open = None;
     }
-    match queue.fetch_next(&settings.name, kinds).await {
-        Ok(job) => Ok(job.map(|job| Claim { lease_until: job.lease().since() + *lease, job })),
+    match queue.fetch_many(&settings.name, kinds, wanted).await {
+        Ok(jobs) => Ok(jobs.into_iter().map(|job| Claim { lease_until: job.lease().since() + *lease, job }).collect()),
         Err(ClaimError { error, ticket }) => {
             *open = Some(ticket);
             Err(error)
@@ -107,11 +124,14 @@ async fn next_job(shared: &Shared, open: &mut Option<ClaimTicket>) -> queue::Res
     }
 }
 
-/// A claim taken up late starts with a fresh lease, or not at all: then the rescue has it.
-async fn renewed(shared: &Shared, job: ClaimedJob) -> queue::Result<Option<Claim>> {
+/// Claims taken up late start with a fresh lease, or not at all: then the rescue has them.
+async fn renewed(shared: &Shared, jobs: Vec<ClaimedJob>) -> queue::Result<Vec<Claim>> {
     let sent = Instant::now();
-    let found = shared.queue.heartbeat(&[job.lease()]).await?;
-    Ok(found.iter().any(|found| found.renewed).then(|| Claim { job, lease_until: sent + shared.lease }))
+    let leases: Vec<_> = jobs.iter().map(ClaimedJob::lease).collect();
+    let found = shared.queue.heartbeat(&leases).await?;
+    let is_renewed = |job: &ClaimedJob| found.iter().any(|found| found.id == job.id() && found.renewed);
+    let lease_until = sent + shared.lease;
+    Ok(jobs.into_iter().filter(is_renewed).map(|job| Claim { job, lease_until }).collect())
 }
 
 async fn hand_back_unstarted(shared: &Shared, Claim { job, lease_until }: Claim) {

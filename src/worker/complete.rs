@@ -1,12 +1,13 @@
 //! Writes how an attempt ended. The row's next state is the queue's to decide; here is the patience to get it written.
 
 use serde_json::Value;
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep};
 
 use super::{BackOff, Shared};
 use crate::admin::JobOutcome;
 use crate::job::{Cause, Status};
-use crate::queue::{AttemptFailure, ClaimedJob, Finish, Unfinished};
+use crate::queue::{AttemptEnd, AttemptFailure, ClaimedJob, Finish, Queue, Unfinished};
 
 /// How an attempt ended, as it goes to the row.
 #[derive(Debug, Clone, PartialEq)]
@@ -77,8 +78,8 @@ pub(super) async fn finish(
 /// One try.
 async fn write(shared: &Shared, job: ClaimedJob, ending: &Ending) -> Result<Finish, Box<Unfinished>> {
     match ending {
-        Ending::Succeeded(result) => shared.queue.mark_succeeded(job, result).await,
-        Ending::Failed(failure) => shared.queue.mark_failed_or_retry(job, failure).await,
+        Ending::Succeeded(result) => shared.finisher.finish(job, AttemptEnd::Succeeded(result.clone())).await,
+        Ending::Failed(failure) => shared.finisher.finish(job, AttemptEnd::Failed(failure.clone())).await,
         Ending::Cancelled => shared.queue.finalize_cancelled(job).await,
         Ending::Left => {
             // The lease ends by itself.
@@ -102,5 +103,47 @@ fn outcome(finish: Finish, ending: &Ending) -> JobOutcome {
             Status::Queued | Status::Retrying | Status::Running if free => JobOutcome::HandedBack,
             Status::Queued | Status::Retrying | Status::Running => JobOutcome::Retrying,
         },
+    }
+}
+
+/// The most ends one statement writes.
+const BATCH: usize = 1000;
+
+struct Request {
+    job: ClaimedJob,
+    end: AttemptEnd,
+    answer: oneshot::Sender<Result<Finish, Box<Unfinished>>>,
+}
+
+/// Writes ends in batches that make themselves: while one batch is on its way, the next one gathers. An end that comes
+/// alone is written at once.
+pub(super) struct Finisher {
+    requests: mpsc::UnboundedSender<Request>,
+}
+
+impl Finisher {
+    /// Runs until dropped; what was asked of it before is still written.
+    pub(super) fn spawn(queue: Queue) -> Self {
+        // As many requests as there are slots at most.
+        let (requests, mut gathered) = mpsc::unbounded_channel();
+        tokio::spawn(async move {
+            let mut batch = Vec::new();
+            while gathered.recv_many(&mut batch, BATCH).await > 0 {
+                let (ends, answers): (Vec<_>, Vec<_>) =
+                    batch.drain(..).map(|Request { job, end, answer }| ((job, end), answer)).unzip();
+                for (finish, answer) in queue.finish_many(ends).await.into_iter().zip(answers) {
+                    // Nobody waits any more if the worker gave up.
+                    drop(answer.send(finish));
+                }
+            }
+        });
+        Self { requests }
+    }
+
+    async fn finish(&self, job: ClaimedJob, end: AttemptEnd) -> Result<Finish, Box<Unfinished>> {
+        let (answer, finish) = oneshot::channel();
+        // The task ends when this is dropped, and answers everything it has taken.
+        drop(self.requests.send(Request { job, end, answer }));
+        finish.await.expect("the finisher answers as long as it is asked")
     }
 }

@@ -237,6 +237,7 @@ struct Shared {
     postgres: Part,
     running: Arc<Running>,
     listener: Option<Listener>,
+    finisher: complete::Finisher,
     /// As the row has it.
     lease: Duration,
 }
@@ -260,6 +261,7 @@ impl Worker {
             lease: Duration::from_secs(queue.settings().lease.as_secs().max(1)),
             postgres: health.part("postgres"),
             running: Arc::default(),
+            finisher: complete::Finisher::spawn(queue.clone()),
             listener: direct.map(|database| Listener::spawn(database, &channels)),
             queue,
             registry,
