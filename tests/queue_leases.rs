@@ -5,7 +5,7 @@ mod support;
 use std::time::Duration;
 
 use jobrequest::job::{Cause, Outcome, Status};
-use jobrequest::queue::{AttemptFailure, Finish, NewJob, Queue, Settings};
+use jobrequest::queue::{AttemptFailure, Error, Finish, NewJob, Queue, Settings};
 use serde_json::json;
 use sqlx::Connection;
 use uuid::Uuid;
@@ -241,14 +241,11 @@ async fn a_finish_after_the_rescue_is_lost_and_changes_nothing() {
         async move { queue.recover_stale().await.expect("answered") }
     });
     db.until_blocked(1).await;
-    let finish = tokio::spawn({
-        let queue = queue.clone();
-        async move { queue.mark_succeeded(job, &json!("done")).await.expect("answered") }
-    });
-    db.until_blocked(2).await;
+    let held = queue.mark_succeeded(job, &json!("done")).await.expect_err("the rescue has the row");
+    assert!(matches!(held.error, Error::RowLocked) && held.error.is_passing(), "{held}");
     gate.rollback().await.expect("released");
     assert_eq!(rescue.await.expect("no panic").retried, 1);
-    assert_eq!(finish.await.expect("no panic"), Finish::Lost);
+    assert_eq!(queue.mark_succeeded(held.job, &json!("done")).await.expect("answered"), Finish::Lost);
     let row: (String, bool, i32) = db.one("SELECT status, result IS NULL, attempts FROM jobs").await;
     assert_eq!(row, ("retrying".to_owned(), true, 1));
     assert_eq!(db.status(id).await, "retrying");
