@@ -6,6 +6,7 @@
 //! start, since it is a typing error or another version's.
 
 mod environment;
+mod executors;
 pub mod jobs;
 mod settings;
 mod values;

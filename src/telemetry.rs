@@ -7,9 +7,13 @@ use tracing_subscriber::EnvFilter;
 
 use crate::cli::{LogFormat, LogSettings};
 
+const QUIET: &str = "sqlx::pool=error,sqlx_core::pool=error";
+
 /// Starts the log. Called once, before anything that logs.
 pub fn init(settings: &LogSettings) {
     let LogSettings { filter, format } = settings;
+    // The pool's own warnings repeat, several times over, what /readyz and one line of ours say.
+    let filter = if filter.contains("sqlx") { filter.clone() } else { format!("{filter},{QUIET}") };
     // The filter was checked when it was parsed.
     let filter = EnvFilter::try_new(filter).unwrap_or_else(|_| EnvFilter::new("info"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);

@@ -7,7 +7,8 @@ use clap::Subcommand;
 use sqlx::postgres::PgConnectOptions;
 use uuid::Uuid;
 
-use super::settings::{DatabaseArgs, webhook_masters};
+use super::executors::webhook_masters;
+use super::settings::DatabaseArgs;
 use super::values::{self, Secret};
 use crate::job::{Job, Status};
 use crate::kinds::webhook::WebhookMasters;
