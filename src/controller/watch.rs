@@ -11,6 +11,7 @@ use futures::stream::BoxStream;
 use futures::{StreamExt, TryStreamExt};
 use kube::api::ListParams;
 use kube::runtime::reflector::{self, ObjectRef, Store};
+use kube::runtime::utils::Backoff;
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Api, Client};
 
@@ -22,6 +23,39 @@ use crate::queue::ResourceRef;
 /// How soon, and how seldom at most, an API server that failed is asked whether it is back.
 const PROBE_MIN: Duration = Duration::from_millis(100);
 const PROBE_MAX: Duration = Duration::from_secs(5);
+
+/// Pauses of a failing watch: doubling to three seconds, with jitter. kube's default grows to thirty, and so long after
+/// an outage nothing would be seen.
+struct BackOff {
+    pause: Duration,
+}
+
+impl BackOff {
+    const FIRST: Duration = Duration::from_millis(500);
+    const CAP: Duration = Duration::from_secs(3);
+}
+
+impl Default for BackOff {
+    fn default() -> Self {
+        Self { pause: Self::FIRST }
+    }
+}
+
+impl Iterator for BackOff {
+    type Item = Duration;
+
+    fn next(&mut self) -> Option<Duration> {
+        let pause = self.pause;
+        self.pause = (pause * 2).min(Self::CAP);
+        Some(pause.mul_f64(rand::random_range(0.5..=1.0)))
+    }
+}
+
+impl Backoff for BackOff {
+    fn reset(&mut self) {
+        self.pause = Self::FIRST;
+    }
+}
 
 /// One watch, seen from outside.
 pub(super) struct Watch {
@@ -89,9 +123,12 @@ pub(super) fn start(client: &Client, namespaces: &[String], part: &Part) -> (Vec
                 }
             })
             .inspect_err(move |error| part.not_ready(format!("watch: {error}")))
-            .default_backoff()
+            .backoff(BackOff::default())
             .reflect(writer)
             .applied_objects()
+            // The controller would hold up everything that is merged into its queue for a watch that fails.
+            .filter_map(|object| std::future::ready(object.ok()))
+            .map(Ok)
             .boxed();
         let watch = Watch { namespace: namespace.cloned(), api, store: store.clone(), complete, to };
         (watch, Streams { objects, store, triggered })
