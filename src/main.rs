@@ -107,11 +107,9 @@ async fn control(settings: ControllerSettings) -> Result<(), Failed> {
     let metrics = Metrics::new(builtin.kinds());
     let queue = Queue::new(database.pooled, queue);
     serve(http_addr, Health::new(), metrics.clone(), |health, shutdown| async move {
-        if wait_for_database(&queue, &health, &shutdown).await {
-            let ran = controller::run(controller, queue, database.direct, health, metrics, shutdown).await;
-            ran.map_err(|error| error.to_string())?;
-        }
-        Ok(())
+        // It waits for the database by itself, and resources that wait with it say so.
+        let ran = controller::run(controller, queue, database.direct, health, metrics, shutdown).await;
+        ran.map_err(|error| error.to_string())
     })
     .await
 }
@@ -158,7 +156,7 @@ fn end_on_signals(shutdown: CancellationToken) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Waits until the database answers and holds this version's schema; false if the shutdown came first. What it waits
+/// For a worker: waits until the database answers and holds this version's schema; false if the shutdown came first. What it waits
 /// for is said once by the parts, in the log and in /readyz.
 async fn wait_for_database(queue: &Queue, health: &Health, shutdown: &CancellationToken) -> bool {
     let (postgres, schema) = (health.part("postgres"), health.part("schema"));

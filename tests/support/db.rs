@@ -14,6 +14,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A database of this test alone, with the schema in place.
 pub struct Database {
+    url: String,
     server: PgConnectOptions,
     name: String,
     pool: PgPool,
@@ -29,13 +30,18 @@ impl Database {
 
     /// Without any table.
     pub async fn empty() -> Self {
-        let server = server();
+        Self::empty_on(std::env::var("DATABASE_URL").expect("DATABASE_URL is not set: run make test")).await
+    }
+
+    /// The same on the server at another URL.
+    pub async fn empty_on(url: String) -> Self {
+        let server: PgConnectOptions = url.parse().expect("a URL of Postgres");
         let name = format!("jobrequest_test_{}", Uuid::new_v4().simple());
         let mut connection = server.connect().await.expect("the server at DATABASE_URL answers");
         execute(&mut connection, &format!("CREATE DATABASE {name}")).await;
         drop(connection.close().await);
         let pool = PgPoolOptions::new().max_connections(5).connect_lazy_with(server.clone().database(&name));
-        Self { server, name, pool }
+        Self { url, server, name, pool }
     }
 
     pub fn options(&self) -> PgConnectOptions {
@@ -44,7 +50,7 @@ impl Database {
 
     /// For a program's environment.
     pub fn url(&self) -> String {
-        let mut url = url::Url::parse(&std::env::var("DATABASE_URL").unwrap_or_default()).expect("a URL");
+        let mut url = url::Url::parse(&self.url).expect("a URL");
         url.set_path(&self.name);
         url.into()
     }
@@ -158,11 +164,6 @@ impl Drop for Database {
             Err(_) => eprintln!("the database {} stays behind", self.name),
         }
     }
-}
-
-fn server() -> PgConnectOptions {
-    let url = std::env::var("DATABASE_URL").expect("DATABASE_URL is not set: run make test");
-    url.parse().expect("DATABASE_URL is a URL of Postgres")
 }
 
 async fn execute(connection: &mut PgConnection, sql: &str) {

@@ -12,6 +12,8 @@ use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
 const PATIENCE: Duration = Duration::from_secs(20);
+/// How much of a program's log a failed test shows.
+const TAIL_LINES: usize = 60;
 
 /// `jobrequest` with nothing of the tests' environment but PATH.
 pub fn command(arguments: &[&str], variables: &[(&str, &str)]) -> Command {
@@ -30,6 +32,7 @@ pub fn output(arguments: &[&str], variables: &[(&str, &str)]) -> (Option<i32>, S
 
 /// A running controller or worker; killed when dropped.
 pub struct Program {
+    name: String,
     child: Child,
     address: SocketAddr,
     log: TempDir,
@@ -46,7 +49,7 @@ impl Program {
             .stderr(file)
             .spawn()
             .expect("the program was built");
-        Self { child, address, log }
+        Self { name: arguments.join(" "), child, address, log }
     }
 
     pub fn log(&self) -> String {
@@ -124,6 +127,12 @@ impl Drop for Program {
     fn drop(&mut self) {
         _ = self.child.kill();
         _ = self.child.wait();
+        if std::thread::panicking() {
+            let log = std::fs::read_to_string(self.log.path().join("log")).unwrap_or_default();
+            let lines: Vec<_> = log.lines().collect();
+            let tail = lines[lines.len().saturating_sub(TAIL_LINES)..].join("\n");
+            eprintln!("--- the end of the log of {}:\n{tail}\n---", self.name);
+        }
     }
 }
 

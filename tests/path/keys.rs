@@ -1,0 +1,97 @@
+//! Idempotency keys: shared, in conflict, freed.
+
+use jobrequest::api::Phase;
+use serde_json::{Value, json};
+
+use super::site::{PROMPTLY, Site, condition, job_id, with};
+
+const LATER: &str = "2099-01-01T00:00:00Z";
+
+fn keyed(site: &Site, target: &str, key: &str) -> Value {
+    with(site.hook(target), json!({"idempotencyKey": key}))
+}
+
+fn accepted(reason: &str) -> Option<(String, String)> {
+    Some(("True".to_owned(), reason.to_owned()))
+}
+
+#[tokio::test]
+async fn the_same_key_with_another_payload_is_a_conflict_and_with_the_same_one_shares_the_job() {
+    let site = Site::new().await;
+    let (_controller, _worker) = (site.controller().start().await, site.worker().start().await);
+    site.create("a", keyed(&site, "/gate/a", "k1")).await;
+    let owner = site.until_phase("a", Phase::Running).await;
+    assert_eq!(condition(&owner, "Accepted"), accepted("Enqueued"));
+    site.create("other", keyed(&site, "/ok", "k1")).await;
+    site.create("same", keyed(&site, "/gate/a", "k1")).await;
+
+    let other = site.until_phase("other", Phase::Rejected).await;
+    for (kind, status) in [("Accepted", "False"), ("Ready", "False"), ("Stalled", "True"), ("Failed", "True")] {
+        let expected = Some((status.to_owned(), "IdempotencyConflict".to_owned()));
+        assert_eq!(condition(&other, kind), expected, "{kind}");
+    }
+    assert_eq!(other.status.as_ref().unwrap().job_id, None, "it does not show the other's job");
+    let same = site.until_phase("same", Phase::Running).await;
+    assert_eq!(job_id(&same), job_id(&owner));
+    assert_eq!(condition(&same, "Accepted"), accepted("Existing"));
+
+    site.sink.open("a");
+    for name in ["a", "same"] {
+        site.until_phase(name, Phase::Succeeded).await;
+    }
+    assert_eq!((site.sink.count("/gate/a"), site.sink.count("/ok"), site.count_rows().await), (1, 0, 1));
+    // A conflict is final, and one that shares after the end is done at once.
+    site.create("late", keyed(&site, "/gate/a", "k1")).await;
+    assert_eq!(job_id(&site.until_phase("late", Phase::Succeeded).await), job_id(&owner));
+    assert_eq!(site.sink.count("/gate/a"), 1);
+    site.delete("other").await;
+    site.until_gone("other", PROMPTLY).await;
+}
+
+#[tokio::test]
+async fn a_shared_job_is_cancelled_with_its_last_holder_only() {
+    let site = Site::new().await;
+    let _controller = site.controller().start().await;
+    let spec = with(keyed(&site, "/ok", "k"), json!({"runAt": LATER}));
+    let mut id = None;
+    for name in ["owner", "sharer", "last"] {
+        site.create(name, spec.clone()).await;
+        let shown = job_id(&site.until_phase(name, Phase::Queued).await);
+        assert_eq!(*id.get_or_insert(shown), shown);
+    }
+    let id = id.unwrap();
+    for (name, then) in [("sharer", "queued"), ("owner", "queued"), ("last", "cancelled")] {
+        site.delete(name).await;
+        site.until_gone(name, PROMPTLY).await;
+        assert_eq!(site.row(id).await.status, then, "after {name}");
+    }
+}
+
+#[tokio::test]
+async fn a_cancelled_job_frees_its_key_and_stays_for_the_record() {
+    let site = Site::new().await;
+    let (_controller, _worker) = (site.controller().start().await, site.worker().start().await);
+    site.create("a", with(keyed(&site, "/ok", "k2"), json!({"runAt": LATER}))).await;
+    let first = job_id(&site.until_phase("a", Phase::Queued).await);
+    site.delete("a").await;
+    site.until_gone("a", PROMPTLY).await;
+    site.create("a", keyed(&site, "/ok", "k2")).await;
+    let second = job_id(&site.until_phase("a", Phase::Succeeded).await);
+    assert_ne!(first, second);
+    assert_eq!(site.row(first).await.status, "cancelled");
+    assert_eq!((site.sink.count("/ok"), site.count_rows().await), (1, 2));
+}
+
+#[tokio::test]
+async fn a_key_belongs_to_its_namespace() {
+    let (site, other) = (Site::new().await, Site::new().await);
+    // One database, two namespaces.
+    let both = format!("{},{}", site.namespace, other.namespace);
+    let _controller = site.controller().set("JOBREQUEST_WATCH_NAMESPACES", both).start().await;
+    let _worker = site.worker().start().await;
+    site.create("a", keyed(&site, "/ok?1", "k")).await;
+    other.create("a", keyed(&site, "/ok?2", "k")).await;
+    site.until_phase("a", Phase::Succeeded).await;
+    other.until_phase("a", Phase::Succeeded).await;
+    assert_eq!((site.sink.count("/ok?1"), site.sink.count("/ok?2"), site.count_rows().await), (1, 1, 2));
+}

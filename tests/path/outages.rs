@@ -1,0 +1,235 @@
+//! Stores that go away while work goes on, or are not there at the start.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use jobrequest::api::Phase;
+use kube::ResourceExt;
+use serde_json::json;
+use uuid::Uuid;
+
+use super::api_proxy::{self, ApiProxy, Call};
+use super::site::{PROMPTLY, Site, attempts, condition, config, job_id, phase, with};
+use super::stores::Stores;
+use super::wait::{PATIENCE, until, until_true};
+
+const LATER: &str = "2099-01-01T00:00:00Z";
+const OUTAGE: Duration = Duration::from_secs(20);
+/// How often the API server may be called meanwhile, one condition a resource aside.
+const CALLS_A_SECOND: f64 = 5.0;
+
+fn names(prefix: &str, count: usize) -> Vec<String> {
+    (0..count).map(|n| format!("{prefix}-{n}")).collect()
+}
+
+#[tokio::test]
+async fn nothing_is_lost_or_run_twice_when_postgres_is_away_for_20_seconds() {
+    let site = Site::on(Stores::own(&["postgres"]).await).await;
+    let controller = site.controller().start().await;
+    let workers = [site.worker().start().await, site.worker().start().await];
+    let (running, ending) = (names("running", 5), names("ending", 5));
+    let (waiting, doomed) = (names("waiting", 10), names("doomed", 10));
+    for name in running.iter().chain(&ending) {
+        site.create(name, site.hook(&format!("/gate/{name}"))).await;
+    }
+    for name in waiting.iter().chain(&doomed) {
+        site.create(name, with(site.hook(&format!("/ok?{name}")), json!({"runAt": LATER}))).await;
+    }
+    site.create("stopped", site.hook("/gate/stopped")).await;
+    site.create("finished", site.hook("/ok?finished")).await;
+    let mut ids: BTreeMap<String, Uuid> = BTreeMap::new();
+    for name in running.iter().chain(&ending).chain([&"stopped".to_owned()]) {
+        site.until_hits(&format!("/gate/{name}"), 1).await;
+        ids.insert(name.clone(), job_id(&site.until_phase(name, Phase::Running).await));
+    }
+    for name in waiting.iter().chain(&doomed) {
+        ids.insert(name.clone(), job_id(&site.until_phase(name, Phase::Queued).await));
+    }
+    site.until_phase("finished", Phase::Succeeded).await;
+
+    site.stores.run("down", &["postgres"]).await;
+    let (began, calls_before) = (Instant::now(), site.proxy.calls().len());
+    ending.iter().for_each(|name| site.sink.open(name));
+    let applied = names("applied", 10);
+    for name in &applied {
+        site.create(name, site.hook(&format!("/ok?{name}"))).await;
+    }
+    for name in doomed.iter().chain([&"stopped".to_owned()]) {
+        site.delete(name).await;
+    }
+    site.delete("finished").await;
+    assert!(site.get("finished").await.is_none(), "what has ended is held up by nothing");
+    for name in applied.iter().chain(&doomed) {
+        site.until_condition(name, "Ready", "False", "DatabaseUnavailable").await;
+    }
+    for program in workers.iter().chain([&controller]) {
+        until_true(
+            "the programs say so",
+            PATIENCE,
+            async || matches!(program.get("/readyz").await, (503, text) if text.contains("postgres")),
+        )
+        .await;
+        assert_eq!(program.get("/healthz").await.0, 200, "no reason to restart them");
+    }
+    // The one wait for a time: the outage's length is part of the promise.
+    tokio::time::sleep(OUTAGE.saturating_sub(began.elapsed())).await;
+    let calls: Vec<Call> = site.proxy.calls().split_off(calls_before);
+    let lasted = began.elapsed();
+    site.stores.run("up", &["postgres"]).await;
+
+    let mut conditions: BTreeMap<&str, usize> = BTreeMap::new();
+    for call in calls.iter().filter(|call| call.is_status_patch()) {
+        *conditions.entry(&call.path).or_default() += 1;
+    }
+    assert!(conditions.values().all(|count| *count == 1), "one condition a resource: {conditions:#?}");
+    let others = f64::from(u32::try_from(calls.len() - conditions.len()).unwrap());
+    assert!(others / lasted.as_secs_f64() < CALLS_A_SECOND, "{others} calls in {lasted:?}: {calls:#?}");
+
+    for name in &applied {
+        let object = site.until_phase(name, Phase::Succeeded).await;
+        ids.insert(name.clone(), job_id(&object));
+    }
+    for name in doomed.iter().chain([&"stopped".to_owned()]) {
+        site.until_gone(name, PATIENCE).await;
+        assert_eq!(site.row(ids[name]).await.status, "cancelled", "{name}");
+    }
+    running.iter().for_each(|name| site.sink.open(name));
+    for name in running.iter().chain(&ending) {
+        let object = site.until_phase(name, Phase::Succeeded).await;
+        assert_eq!((job_id(&object), attempts(&object)), (ids[name], Some(1)), "{name}");
+    }
+    for name in running.iter().chain(&ending).chain([&"stopped".to_owned()]) {
+        assert_eq!(site.sink.count(&format!("/gate/{name}")), 1, "{name} ran once");
+    }
+    for name in &applied {
+        assert_eq!(site.sink.count(&format!("/ok?{name}")), 1, "{name} ran once");
+    }
+    for name in &waiting {
+        let object = site.get(name).await.unwrap();
+        assert_eq!((phase(&object), job_id(&object)), (Some(Phase::Queued), ids[name]));
+        assert_eq!(site.row(ids[name]).await.status, "queued");
+    }
+    for program in workers.iter().chain([&controller]) {
+        program.until("/readyz", 200).await;
+    }
+    assert_eq!(site.count_rows().await, 5 + 5 + 10 + 10 + 2 + 10);
+}
+
+#[tokio::test]
+async fn the_controller_goes_on_when_the_api_server_is_back_and_statuses_agree_with_rows() {
+    let stores = Stores::own(&["etcd", "kube-apiserver"]).await;
+    let site = Site::prepared(stores, async |site| {
+        site.kubectl(&["apply", "--server-side", "-f", concat!(env!("CARGO_MANIFEST_DIR"), "/crds")], "").await;
+        site.kubectl(&["wait", "--for=condition=Established", "crd/jobrequests.jobrequest.dev", "--timeout=30s"], "")
+            .await;
+    })
+    .await;
+    let direct = site.stores.kubeconfig.display().to_string();
+    let controller = site.controller().set("KUBECONFIG", direct).start().await;
+    let _worker = site.worker().start().await;
+    let (running, waiting) = (names("running", 5), names("waiting", 5));
+    for name in &running {
+        site.create(name, site.hook(&format!("/gate/{name}"))).await;
+    }
+    for name in &waiting {
+        site.create(name, with(site.hook("/ok"), json!({"runAt": LATER}))).await;
+    }
+    let mut ids = Vec::new();
+    for (name, wanted) in running.iter().map(|n| (n, Phase::Running)).chain(waiting.iter().map(|n| (n, Phase::Queued)))
+    {
+        ids.push((name, job_id(&site.until_phase(name, wanted).await)));
+    }
+    let cancelled = ids[5].1;
+
+    site.stores.run("kill", &["kube-apiserver"]).await;
+    until_true(
+        "the controller says so",
+        PATIENCE,
+        async || matches!(controller.get("/readyz").await, (503, text) if text.contains("kubernetes")),
+    )
+    .await;
+    assert_eq!(controller.get("/healthz").await.0, 200, "no reason to restart it");
+    running.iter().for_each(|name| site.sink.open(name));
+    for (_, id) in &ids[..5] {
+        site.until_row(*id, "succeeded").await;
+    }
+    let (code, _, error) = site.program(&["jobs", "cancel", &cancelled.to_string()]).output().await;
+    assert_eq!(code, Some(0), "{error}");
+    site.stores.run("up", &["kube-apiserver"]).await;
+    controller.until("/readyz", 200).await;
+
+    until("statuses agree with rows", Duration::from_secs(5), async || {
+        for (name, id) in &ids {
+            let (shown, row) = (phase(&site.get(name).await.unwrap()), site.row(*id).await.status);
+            let expected = match row.as_str() {
+                "succeeded" => Phase::Succeeded,
+                "cancelled" => Phase::Cancelled,
+                "queued" => Phase::Queued,
+                other => panic!("{name} is {other}"),
+            };
+            if shown != Some(expected) {
+                return Err(format!("{name}: {shown:?}, but {row}"));
+            }
+        }
+        Ok(())
+    })
+    .await;
+    site.create("new", site.hook("/ok")).await;
+    site.until_phase("new", Phase::Succeeded).await;
+    site.delete(&waiting[1]).await;
+    site.until_gone(&waiting[1], PROMPTLY).await;
+    for name in &running {
+        assert_eq!(site.sink.count(&format!("/gate/{name}")), 1, "{name} ran once");
+    }
+}
+
+#[tokio::test]
+async fn a_controller_without_an_api_server_waits_for_it_and_then_works() {
+    let site = Site::new().await;
+    let (port, _worker) = (api_proxy::free_port(), site.worker().start().await);
+    let kubeconfig = api_proxy::kubeconfig(port, site.directory.path());
+    let controller = site.controller().set("KUBECONFIG", kubeconfig.display()).launch();
+    until_true(
+        "it says what it waits for",
+        PATIENCE,
+        async || matches!(controller.get("/readyz").await, (503, text) if text.contains("kubernetes: not ready: ")),
+    )
+    .await;
+    site.create("a", site.hook("/ok")).await;
+    let _late = ApiProxy::start_on(port, config(&site.stores.kubeconfig).await).await;
+    controller.until("/readyz", 200).await;
+    site.until_phase("a", Phase::Succeeded).await;
+    let warnings = controller.log().lines().filter(|line| line.contains("WARN")).count();
+    assert!(warnings <= 3, "once, not at each try: {}", controller.log());
+}
+
+#[tokio::test]
+async fn programs_without_a_database_wait_for_it_and_then_work() {
+    let site = Site::on(Stores::own(&["postgres"]).await).await;
+    site.stores.run("down", &["postgres"]).await;
+    let (controller, worker) = (site.controller().launch(), site.worker().launch());
+    for program in [&controller, &worker] {
+        until_true(
+            "it says what it waits for",
+            PATIENCE,
+            async || matches!(program.get("/readyz").await, (503, text) if text.contains("postgres: not ready: ")),
+        )
+        .await;
+    }
+    site.create("a", site.hook("/ok")).await;
+    let object = site.until_condition("a", "Ready", "False", "DatabaseUnavailable").await;
+    assert_eq!(condition(&object, "Accepted").unwrap().0, "Unknown");
+    site.create("unwanted", site.hook("/ok?unwanted")).await;
+    site.delete("unwanted").await;
+    site.until_gone("unwanted", PROMPTLY).await;
+    site.stores.run("up", &["postgres"]).await;
+    controller.until("/readyz", 200).await;
+    worker.until("/readyz", 200).await;
+    let done = site.until_phase("a", Phase::Succeeded).await;
+    assert_eq!((attempts(&done), site.sink.count("/ok"), site.sink.count("/ok?unwanted")), (Some(1), 1, 0));
+    until_true("no finalizer is left", PATIENCE, async || site.get("a").await.unwrap().finalizers().is_empty()).await;
+    for program in [&controller, &worker] {
+        let warnings = program.log().lines().filter(|line| line.contains("WARN")).count();
+        assert!(warnings <= 4, "once, not at each try: {}", program.log());
+    }
+}
