@@ -9,8 +9,8 @@ use serde_json::value::{RawValue, to_raw_value};
 /// One JSON value as the text that the API server sent.
 ///
 /// Text, because reading it into a tree would round some numbers and fails beyond 127 levels of nesting, and an object
-/// that can't be read would stop the watch for all others. Two values are equal if their texts are: the API server
-/// writes equal objects with equal texts.
+/// that can't be read would stop the watch for all others. Two values are equal if they mean the same: the API server
+/// gives back `<`, `>` and `&` escaped and numbers in its own spelling.
 #[derive(Clone)]
 pub struct Json(Box<RawValue>);
 
@@ -53,7 +53,22 @@ impl From<Box<RawValue>> for Json {
 
 impl PartialEq for Json {
     fn eq(&self, other: &Self) -> bool {
-        self.text() == other.text()
+        let as_trees = || match (self.to_value(), other.to_value()) {
+            (Ok(a), Ok(b)) => means_the_same(&a, &b),
+            _ => false,
+        };
+        self.text() == other.text() || as_trees()
+    }
+}
+
+fn means_the_same(a: &Value, b: &Value) -> bool {
+    match (a, b) {
+        (Value::Number(a), Value::Number(b)) => a == b || a.as_f64().is_some_and(|a| Some(a) == b.as_f64()),
+        (Value::Array(a), Value::Array(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| means_the_same(a, b)),
+        (Value::Object(a), Value::Object(b)) => {
+            a.len() == b.len() && a.iter().all(|(key, a)| b.get(key).is_some_and(|b| means_the_same(a, b)))
+        }
+        (a, b) => a == b,
     }
 }
 
@@ -73,5 +88,25 @@ impl Serialize for Json {
 impl<'de> Deserialize<'de> for Json {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         Box::<RawValue>::deserialize(deserializer).map(Self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_means_the_same_is_equal_however_it_is_spelled() {
+        let json = |text: &str| Json(RawValue::from_string(text.to_owned()).expect("JSON"));
+        for (a, b) in [
+            (r#"{"a": "<&>", "b": [1.0]}"#, r#"{"b":[1],"a":"\u003c\u0026\u003e"}"#),
+            ("1e3", "1000"),
+            ("12345678901234567890123", "12345678901234567890123"),
+        ] {
+            assert_eq!(json(a), json(b));
+        }
+        for (a, b) in [("1", "2"), ("[1]", "[1,1]"), (r#"{"a":1}"#, r#"{"b":1}"#), ("null", "{}"), (r#""1""#, "1")] {
+            assert_ne!(json(a), json(b));
+        }
     }
 }

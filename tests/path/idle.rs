@@ -56,3 +56,38 @@ async fn fifty_finished_and_fifty_waiting_resources_cause_no_api_write_for_a_min
     let reads = site.proxy.calls().len() - calls;
     assert!(reads < 10, "{reads} calls in an idle minute");
 }
+
+#[tokio::test]
+async fn a_controller_that_starts_writes_nothing_that_is_shown_already() {
+    let site = Site::new().await;
+    let mut controller = site.controller().start().await;
+    let worker = site.worker().start().await;
+    let waiting = with(site.hook("/ok"), json!({"runAt": "2099-01-01T00:00:00Z"}));
+    site.create("waiting", waiting.clone()).await;
+    site.create("suspended", with(site.hook("/ok"), json!({"suspend": true}))).await;
+    site.create("running", site.hook("/gate/running")).await;
+    site.create("finished", json!({"kind": "summarize_text", "payload": {"text": "Hello."}})).await;
+    let expiring =
+        json!({"kind": "summarize_text", "payload": {"text": "A <b> & c."}, "ttlSecondsAfterFinished": 3600});
+    site.create("expiring", expiring).await;
+    for (name, wanted) in [
+        ("waiting", Phase::Queued),
+        ("suspended", Phase::Queued),
+        ("running", Phase::Running),
+        ("finished", Phase::Succeeded),
+        ("expiring", Phase::Succeeded),
+    ] {
+        site.until_phase(name, wanted).await;
+    }
+    let due = "SELECT count(*) FROM jobs WHERE mirror_due";
+    until_true("no status is due", PATIENCE, async || site.database.value::<i64>(due).await == 0).await;
+    controller.kill();
+    let before = site.proxy.writes().len();
+    let _controller = site.controller().start().await;
+    // By the time a new one is shown, the old ones have been looked at.
+    site.create("new", waiting).await;
+    site.until_phase("new", Phase::Queued).await;
+    let old = site.proxy.writes().split_off(before).into_iter().filter(|call| !call.is_about("new"));
+    assert_eq!(old.map(|call| call.path).collect::<Vec<_>>(), Vec::<String>::new());
+    drop(worker);
+}

@@ -59,6 +59,33 @@ fn condition<'a>(status: &'a JobRequestStatus, type_: &str) -> Option<&'a Condit
 }
 
 #[test]
+fn a_status_that_is_read_back_is_not_written_again() {
+    let fraction = |second| at(second) + chrono::TimeDelta::microseconds(123_456);
+    for state in every_state() {
+        let past = PastAttempt {
+            number: 1,
+            worker: Some("w-1".into()),
+            from: Some(fraction(1)),
+            to: fraction(2),
+            outcome: Outcome::Failed,
+            error: Some("e".into()),
+        };
+        let state = match state {
+            JobState::Succeeded { .. } => JobState::Succeeded { at: fraction(2), result: json!({"b": 1, "aa": [1.0]}) },
+            JobState::Cancelled { .. } => JobState::Cancelled { at: fraction(2) },
+            other => other,
+        };
+        let job = Job { run_at: fraction(0), started_at: Some(fraction(1)), history: vec![past], ..job(state) };
+        let shown = shown_for(&job);
+        // As the API server gives it back: through a tree, with sorted keys.
+        let text = serde_json::to_value(&shown).expect("a status").to_string();
+        let read: JobRequestStatus = serde_json::from_str(&text).expect("a status");
+        let standing = Standing::Row { job: &job, shared: false };
+        assert_eq!(render(&read, Some(4), false, &standing, time(fraction(59)).0), read);
+    }
+}
+
+#[test]
 fn ready_is_true_on_success_alone_and_a_bad_end_is_stalled_and_failed() {
     for state in every_state() {
         let status = shown_for(&job(state));
