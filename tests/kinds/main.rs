@@ -3,6 +3,7 @@
 mod email;
 mod image;
 #[path = "../support/sink.rs"]
+#[allow(dead_code, reason = "shared")]
 mod sink;
 #[path = "../support/smtp.rs"]
 mod smtp;

@@ -14,7 +14,7 @@ use super::wait::{PATIENCE, until_true};
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
-fn png(width: u32, height: u32) -> Vec<u8> {
+pub fn png(width: u32, height: u32) -> Vec<u8> {
     let mut bytes = Vec::new();
     let picture = DynamicImage::from(RgbImage::from_pixel(width, height, image::Rgb([200, 10, 10])));
     picture.write_to(&mut Cursor::new(&mut bytes), ImageFormat::Png).unwrap();
@@ -43,14 +43,17 @@ impl Site {
         (proxy, setup)
     }
 
-    /// Applies an example with its public addresses replaced by this site's.
     async fn apply_example(&self, kind: &str) {
-        let manifest = std::fs::read_to_string(format!("{ROOT}/examples/{kind}.yaml")).unwrap();
-        let manifest = manifest
-            .replace("https://images.example.com/picture.png", &self.sink.url("/file"))
-            .replace("https://hooks.example.com/orders", &self.sink.url("/ok"));
-        self.kubectl(&["apply", "-f", "-"], &manifest).await;
+        self.kubectl(&["apply", "-f", "-"], &example(self, kind)).await;
     }
+}
+
+/// An example's manifest with its public addresses replaced by this site's.
+pub fn example(site: &Site, kind: &str) -> String {
+    std::fs::read_to_string(format!("{ROOT}/examples/{kind}.yaml"))
+        .unwrap()
+        .replace("https://images.example.com/picture.png", &site.sink.url("/file"))
+        .replace("https://hooks.example.com/orders", &site.sink.url("/ok"))
 }
 
 #[tokio::test]

@@ -28,6 +28,7 @@ mod idle;
 mod keys;
 mod kinds;
 mod outages;
+mod readme;
 mod refusals;
 mod resources;
 mod rows;
