@@ -79,6 +79,9 @@ async fn a_controller_that_starts_writes_nothing_that_is_shown_already() {
     ] {
         site.until_phase(name, wanted).await;
     }
+    for name in ["finished", "expiring"] {
+        until_true("nothing holds it", PATIENCE, async || site.get(name).await.unwrap().finalizers().is_empty()).await;
+    }
     let due = "SELECT count(*) FROM jobs WHERE mirror_due";
     until_true("no status is due", PATIENCE, async || site.database.value::<i64>(due).await == 0).await;
     controller.kill();

@@ -22,19 +22,23 @@ pub fn png(width: u32, height: u32) -> Vec<u8> {
 }
 
 impl Site {
-    /// A controller that is the chart's ServiceAccount, with the chart's rights for this namespace alone.
+    /// A controller that is the chart's ServiceAccount in a namespace of the operator's, with the chart's rights for
+    /// this namespace alone.
     async fn charts_controller(&self) -> (ApiProxy, Setup) {
+        let home = format!("{}-system", self.namespace);
+        self.kubectl_anywhere(&["create", "namespace", &home], "").await;
         let mut helm = Command::new("helm");
         helm.args(["template", "e2e", "charts/jobrequest", "--values", "charts/jobrequest/ci/minimal-values.yaml"])
-            .args(["--namespace", &self.namespace, "--set", &format!("watchNamespaces={{{}}}", self.namespace)])
+            .args(["--namespace", &home, "--set", &format!("watchNamespaces={{{}}}", self.namespace)])
             .args(["--show-only", "templates/controller-rbac.yaml"])
             .current_dir(ROOT);
         let rendered = run(helm, String::new()).await;
         assert!(rendered.status.success(), "{}", String::from_utf8_lossy(&rendered.stderr));
-        self.kubectl(&["apply", "-f", "-"], &String::from_utf8(rendered.stdout).unwrap()).await;
-        let account = self.kubectl(&["get", "serviceaccounts", "-o", "name"], "").await;
-        let account = account.lines().find_map(|line| line.strip_prefix("serviceaccount/e2e")).unwrap();
-        let token = self.kubectl(&["create", "token", &format!("e2e{account}")], "").await;
+        self.kubectl_anywhere(&["apply", "-f", "-"], &String::from_utf8(rendered.stdout).unwrap()).await;
+        let accounts = self.kubectl_anywhere(&["get", "serviceaccounts", "--namespace", &home, "-o", "name"], "").await;
+        let account = accounts.lines().find_map(|line| line.strip_prefix("serviceaccount/e2e")).unwrap();
+        let token =
+            self.kubectl_anywhere(&["create", "token", "--namespace", &home, &format!("e2e{account}")], "").await;
 
         let mut config = config(&self.stores.kubeconfig).await;
         config.auth_info = AuthInfo { token: Some(token.trim().to_owned().into()), ..AuthInfo::default() };
@@ -156,9 +160,7 @@ async fn a_job_that_fails_for_good_is_stalled_for_kubectl_and_gitops() {
         object.metadata.generation == Some(2) && object.status.unwrap().observed_generation == Some(2)
     })
     .await;
-    let refused = site
-        .try_kubectl(&["patch", "jr", "bad", "--type=merge", "-p", r#"{"spec": {"payload": {"body": 2}}}"#], "")
-        .await;
-    let error = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(!refused.status.success() && error.contains("spec.payload") && error.contains("immutable"), "{error}");
+    let patch = r#"{"spec": {"payload": {"body": 2}}}"#;
+    let error = site.try_kubectl(&["patch", "jr", "bad", "--type=merge", "-p", patch], "").await.unwrap_err();
+    assert!(error.contains("spec.payload") && error.contains("immutable"), "{error}");
 }

@@ -9,6 +9,7 @@ use serde_json::json;
 use uuid::Uuid;
 
 use super::api_proxy::{self, ApiProxy, Call};
+use super::program::free_address;
 use super::site::{PROMPTLY, Site, attempts, condition, config, job_id, phase, with};
 use super::stores::Stores;
 use super::wait::{PATIENCE, until, until_true};
@@ -186,7 +187,7 @@ async fn the_controller_goes_on_when_the_api_server_is_back_and_statuses_agree_w
 #[tokio::test]
 async fn a_controller_without_an_api_server_waits_for_it_and_then_works() {
     let site = Site::new().await;
-    let (port, _worker) = (api_proxy::free_port(), site.worker().start().await);
+    let (port, _worker) = (free_address().port(), site.worker().start().await);
     let kubeconfig = api_proxy::kubeconfig(port, site.directory.path());
     let controller = site.controller().set("KUBECONFIG", kubeconfig.display()).launch();
     until_true(

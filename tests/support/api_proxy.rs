@@ -229,8 +229,3 @@ fn without_hop(mut headers: HeaderMap) -> HeaderMap {
     }
     headers
 }
-
-/// A port of loopback that was free a moment ago.
-pub fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-}

@@ -4,6 +4,7 @@ use std::io::Read;
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
@@ -12,6 +13,8 @@ use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
 const PATIENCE: Duration = Duration::from_secs(20);
+/// The first port for programs, and how many there are.
+const PORTS: (u16, u16) = (10_000, 9_000);
 /// How much of a program's log a failed test shows.
 const TAIL_LINES: usize = 60;
 
@@ -42,7 +45,7 @@ impl Program {
     pub fn start(arguments: &[&str], variables: &[(&str, &str)]) -> Self {
         let log = tempfile::tempdir().expect("a directory");
         let file = std::fs::File::create(log.path().join("log")).expect("a file");
-        let address = TcpListener::bind("127.0.0.1:0").and_then(|port| port.local_addr()).expect("a free port");
+        let address = free_address();
         let child = command(arguments, variables)
             .env("JOBREQUEST_HTTP_ADDR", address.to_string())
             .stdout(Stdio::null())
@@ -134,6 +137,21 @@ impl Drop for Program {
             eprintln!("--- the end of the log of {}:\n{tail}\n---", self.name);
         }
     }
+}
+
+/// An address of loopback where nobody listens. Not from the range that the system gives to outgoing connections: one of
+/// those could take it before the program does.
+pub fn free_address() -> SocketAddr {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let start = std::process::id();
+    for _ in 0..PORTS.1 {
+        let number = u32::from(NEXT.fetch_add(1, Ordering::SeqCst)) + start % 10_000 * 97;
+        let port = PORTS.0 + u16::try_from(number % u32::from(PORTS.1)).expect("a small number");
+        if let Ok(listener) = TcpListener::bind(("127.0.0.1", port)) {
+            return listener.local_addr().expect("it is bound");
+        }
+    }
+    panic!("no port is free");
 }
 
 /// How a process ended, in words: a code or a signal.

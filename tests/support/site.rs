@@ -275,18 +275,28 @@ impl Site {
     // --- tools
 
     /// Runs kubectl as the administrator in this site's namespace.
-    pub async fn try_kubectl(&self, arguments: &[&str], input: &str) -> Output {
-        let mut command = Command::new("kubectl");
-        command.env("KUBECONFIG", &self.stores.kubeconfig).arg("--namespace").arg(&self.namespace).args(arguments);
-        run(command, input.to_owned()).await
+    pub async fn try_kubectl(&self, arguments: &[&str], input: &str) -> Result<String, String> {
+        self.try_kubectl_anywhere(&[&["--namespace", &self.namespace], arguments].concat(), input).await
     }
 
     /// The same; it must succeed. Its output.
     pub async fn kubectl(&self, arguments: &[&str], input: &str) -> String {
         let done = self.try_kubectl(arguments, input).await;
+        done.unwrap_or_else(|error| panic!("kubectl {}: {error}", arguments.join(" ")))
+    }
+
+    /// The same for objects that name their own namespaces.
+    pub async fn kubectl_anywhere(&self, arguments: &[&str], input: &str) -> String {
+        let done = self.try_kubectl_anywhere(arguments, input).await;
+        done.unwrap_or_else(|error| panic!("kubectl {}: {error}", arguments.join(" ")))
+    }
+
+    async fn try_kubectl_anywhere(&self, arguments: &[&str], input: &str) -> Result<String, String> {
+        let mut command = Command::new("kubectl");
+        command.env("KUBECONFIG", &self.stores.kubeconfig).args(arguments);
+        let done = run(command, input.to_owned()).await;
         let (out, error) = (String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
-        assert!(done.status.success(), "kubectl {}: {out}{error}", arguments.join(" "));
-        out.into_owned()
+        if done.status.success() { Ok(out.into_owned()) } else { Err(format!("{out}{error}")) }
     }
 }
 
