@@ -32,6 +32,7 @@ use tokio_util::sync::CancellationToken;
 use crate::admin::{Health, Metrics, Part};
 use crate::api::JobRequest;
 use crate::queue::{self, Channel, Listener, Queue};
+use crate::text;
 
 /// How the controller behaves; the command line fills it.
 #[derive(Debug, Clone)]
@@ -51,7 +52,7 @@ pub struct Settings {
 pub enum Error {
     #[error("queue: {0}")]
     Queue(#[from] queue::Error),
-    #[error("API server: {0}")]
+    #[error("API server: {}", brief(.0))]
     Api(#[from] kube::Error),
     #[error("API server: no answer within {seconds} s")]
     ApiTimeout { seconds: u64 },
@@ -81,6 +82,17 @@ impl Error {
 }
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error in a bounded text. kube's own prints the whole answer, and that of an object that was refused quotes it:
+/// payloads don't belong in a log.
+fn brief(error: &kube::Error) -> String {
+    let kube::Error::Api(status) = error else { return text::cut(&error.to_string(), 512).to_owned() };
+    let (code, reason) = (status.code, &status.reason);
+    let causes = status.details.iter().flat_map(|details| &details.causes);
+    let fields: Vec<&str> = causes.map(|cause| cause.field.as_str()).collect();
+    let said = if code == 422 { fields.join(", ") } else { status.message.clone() };
+    text::cut(&format!("{code} {reason}: {said}"), 512).to_owned()
+}
 
 /// What every reconcile shares.
 struct Context {
@@ -180,4 +192,26 @@ fn error_policy(object: Arc<JobRequest>, error: &Error, context: Arc<Context>) -
         tracing::debug!(namespace, name, failures, error = %error, "not reconciled yet");
     }
     Action::requeue(delay)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_of_the_api_server_is_told_without_what_it_quotes() {
+        let told = |answer: serde_json::Value| {
+            let status = serde_json::from_value(answer).expect("a Status");
+            Error::Api(kube::Error::Api(Box::new(status))).to_string()
+        };
+        let refused = told(serde_json::json!({
+            "code": 422, "reason": "Invalid", "message": "spec.payload.text: Invalid value: \"secret\"",
+            "details": {"causes": [{"field": "spec.payload.text", "message": "Invalid value: \"secret\""}]},
+        }));
+        assert_eq!(refused, "API server: 422 Invalid: spec.payload.text");
+        let forbidden = told(serde_json::json!({"code": 403, "reason": "Forbidden", "message": "cannot patch"}));
+        assert_eq!(forbidden, "API server: 403 Forbidden: cannot patch");
+        let long = told(serde_json::json!({"code": 500, "reason": "InternalError", "message": "x".repeat(9000)}));
+        assert!(long.len() < 600, "{}", long.len());
+    }
 }

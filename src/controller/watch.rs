@@ -146,7 +146,10 @@ pub(super) async fn probe(watches: Arc<Vec<Watch>>, part: Part) {
             pause = PROBE_MIN;
         } else {
             match look(&watches).await {
-                Ok(()) => part.ready(),
+                Ok(true) => part.ready(),
+                // At each start it is so for a moment: worth a word only when it lasts.
+                Ok(false) if pause < PROBE_MAX => {}
+                Ok(false) => part.not_ready("the first list of JobRequests is not complete yet"),
                 Err(why) => part.not_ready(why),
             }
             pause = (pause * 2).min(PROBE_MAX);
@@ -155,12 +158,10 @@ pub(super) async fn probe(watches: Arc<Vec<Watch>>, part: Part) {
     }
 }
 
-async fn look(watches: &[Watch]) -> Result<(), String> {
+/// Whether all lists are complete; an error if the API server does not answer.
+async fn look(watches: &[Watch]) -> Result<bool, String> {
     for watch in watches {
         patch::bounded(watch.api.list(&ListParams::default().limit(1))).await.map_err(|error| error.to_string())?;
-        if !watch.is_complete() {
-            return Err("the first list of JobRequests is not complete yet".to_owned());
-        }
     }
-    Ok(())
+    Ok(watches.iter().all(Watch::is_complete))
 }
