@@ -157,6 +157,17 @@ async fn a_succeeded_jobs_key_outlives_its_row() {
 }
 
 #[tokio::test]
+async fn a_failed_or_cancelled_jobs_key_does_not_outlive_its_row() {
+    let db = Database::new().await;
+    let queue = db.queue_with(|settings| settings.retention = Duration::ZERO);
+    let id = created(&queue, &keyed("k")).await;
+    queue.request_cancel(id).await.expect("answered");
+    db.run("UPDATE jobs SET finished_at = now() - interval '1 h'").await;
+    assert_eq!(queue.purge().await.expect("answered").jobs, 1);
+    assert_ne!(created(&queue, &NewJob { payload: json!({"n": 2}), ..keyed("k") }).await, id);
+}
+
+#[tokio::test]
 async fn a_kept_key_goes_when_its_own_time_is_over() {
     let db = Database::new().await;
     let queue = db.queue_with(|settings| {

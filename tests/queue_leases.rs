@@ -402,6 +402,67 @@ async fn a_job_that_has_been_handed_back_for_a_day_pays_for_the_next_time() {
 }
 
 #[tokio::test]
+async fn the_day_of_hand_backs_counts_from_the_first_of_them_and_anew_after_any_other_end() {
+    let db = Database::new().await;
+    let queue = db.queue();
+    let id = queue.enqueue(&NewJob { max_attempts: 9, ..job() }).await.expect("accepted").id();
+    let end = async |cause| {
+        db.make_due(id).await;
+        queue.mark_failed_or_retry(claim(&queue).await, &failure(cause)).await.map(drop).expect("answered");
+    };
+    let hours = async || -> Option<f64> {
+        db.value("SELECT round(extract(epoch FROM now() - handed_back_at) / 3600)::float8 FROM jobs").await
+    };
+    for other in [Some(Cause::Passing), None] {
+        end(Cause::HandBack).await;
+        assert_eq!(hours().await, Some(0.0));
+        db.run("UPDATE jobs SET handed_back_at = now() - interval '5 h'").await;
+        end(Cause::HandBack).await;
+        end(Cause::RetryAfter(Duration::from_secs(1))).await;
+        assert_eq!(hours().await, Some(5.0), "{other:?}");
+        match other {
+            Some(cause) => end(cause).await,
+            None => {
+                db.make_due(id).await;
+                drop(claim(&queue).await);
+                db.end_lease(id).await;
+                assert_eq!(queue.recover_stale().await.expect("answered").total(), 1);
+            }
+        }
+        assert_eq!(hours().await, None, "{other:?}");
+    }
+}
+
+#[tokio::test]
+async fn lost_leases_are_counted_until_an_explicit_retry() {
+    let db = Database::new().await;
+    let queue = db.queue();
+    let id = queue.enqueue(&NewJob { max_attempts: 2, ..job() }).await.expect("accepted").id();
+    for lost in 1..=2_i16 {
+        db.make_due(id).await;
+        drop(claim(&queue).await);
+        db.end_lease(id).await;
+        queue.recover_stale().await.expect("answered");
+        assert_eq!(db.value::<i16>("SELECT lost_leases FROM jobs").await, lost);
+    }
+    queue.retry(id, "1").await.expect("answered");
+    assert_eq!(db.value::<i16>("SELECT lost_leases FROM jobs").await, 0);
+}
+
+#[tokio::test]
+async fn an_end_without_an_error_keeps_the_error_before_it() {
+    let db = Database::new().await;
+    let queue = db.queue();
+    let id = queue.enqueue(&job()).await.expect("accepted").id();
+    for error in [Some("it did not work".to_owned()), None] {
+        db.make_due(id).await;
+        let end = AttemptFailure { error, ..failure(Cause::Passing) };
+        queue.mark_failed_or_retry(claim(&queue).await, &end).await.map(drop).expect("answered");
+        assert_eq!(queue.get(id).await.expect("there").last_error.as_deref(), Some("it did not work"));
+    }
+}
+
+#[tokio::test]
 async fn a_named_delay_is_kept_without_cost_but_not_beyond_a_day() {
     let db = Database::new().await;
     let queue = db.queue();

@@ -574,6 +574,20 @@ mod ends {
     }
 
     #[tokio::test]
+    async fn an_explicit_retry_starts_afresh() {
+        let db = Database::new().await;
+        let queue = db.queue();
+        let (new, uid) = job_of("a");
+        let (id, _) = enqueue(&queue, (NewJob { suspended: true, ..new }, uid)).await;
+        db.run("UPDATE jobs SET handed_back_at = now() - interval '30 h', run_at = now() + interval '1 h'").await;
+        queue.request_cancel(id).await.expect("answered");
+        assert_eq!(queue.retry(id, "1").await.expect("answered"), RetryOutcome::Queued);
+        // Neither suspended nor delayed, and with a day of hand-backs before it.
+        queue.mark_failed_or_retry(claim(&queue).await, &failure(Cause::HandBack)).await.map(drop).expect("answered");
+        assert_eq!(queue.get(id).await.expect("it is there").attempts, 0);
+    }
+
+    #[tokio::test]
     async fn a_mark_that_was_there_from_the_start_counts_as_used() {
         let db = Database::new().await;
         let queue = db.queue();
