@@ -342,8 +342,8 @@ pub(super) async fn kept_key_exists(
     Ok(kept.0)
 }
 
-/// The job that holds the key, whether it is the same work, and whether it is about to be cancelled. The row is locked, so that a cancel can't free the
-/// key before the sharer is written down.
+/// The job that holds the key, whether it is the same work, and whether it is about to be cancelled. The row is
+/// locked, so that a cancel can't free the key before the sharer is written down.
 async fn holder_of_key(
     tx: &mut sqlx::PgConnection,
     install: &str,
