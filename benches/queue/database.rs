@@ -1,0 +1,174 @@
+//! The server's databases: one preloaded per schema and size, and a fresh copy of it for each run.
+
+use sqlx::postgres::PgConnectOptions;
+use sqlx::{AssertSqlSafe, ConnectOptions, Connection, PgConnection};
+
+use crate::Outcome;
+use crate::child::Child;
+use crate::contenders::Contender;
+
+pub struct Server {
+    /// As its superuser.
+    options: PgConnectOptions,
+}
+
+/// What a database holds before a run.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Load {
+    Empty,
+    /// This many jobs, all due, each as the queue's own users enqueue it: no keys, one kind, one priority.
+    Plain(u64),
+    /// This many rows as the controller writes them: resources in 10 namespaces, 4 kinds, 5 priorities.
+    Controller(u64),
+}
+
+impl Load {
+    pub fn jobs(self) -> u64 {
+        match self {
+            Self::Empty => 0,
+            Self::Plain(jobs) | Self::Controller(jobs) => jobs,
+        }
+    }
+
+    fn name(self) -> String {
+        match self {
+            Self::Empty => "empty".to_owned(),
+            Self::Plain(jobs) => format!("plain_{jobs}"),
+            Self::Controller(jobs) => format!("controller_{jobs}"),
+        }
+    }
+}
+
+impl Server {
+    pub fn from_environment() -> Outcome<Self> {
+        let url = std::env::var("DATABASE_URL").map_err(|_| "DATABASE_URL: not set; run make bench")?;
+        Ok(Self { options: url.parse()? })
+    }
+
+    fn options(&self, database: &str) -> PgConnectOptions {
+        self.options.clone().database(database).disable_statement_logging()
+    }
+
+    pub async fn connect(&self, database: &str) -> Outcome<PgConnection> {
+        Ok(self.options(database).connect().await?)
+    }
+
+    pub fn url(&self, database: &str) -> String {
+        self.options(database).to_url_lossy().to_string()
+    }
+
+    async fn admin(&self, statements: &[String]) -> Outcome<()> {
+        let mut connection = self.connect("postgres").await?;
+        for statement in statements {
+            sqlx::raw_sql(AssertSqlSafe(statement.clone())).execute(&mut connection).await?;
+        }
+        Ok(connection.close().await?)
+    }
+
+    /// A fresh database for one run of this contender: a copy of the preloaded one, which is made when first asked for.
+    pub async fn fresh(&self, contender: &Contender, load: Load) -> Outcome<String> {
+        let template = format!("{}_{}", contender.schema, load.name());
+        let known: Option<(i32,)> = sqlx::query_as("SELECT 1 FROM pg_database WHERE datname = $1")
+            .bind(&template)
+            .fetch_optional(&mut self.connect("postgres").await?)
+            .await?;
+        if known.is_none() {
+            self.preload(contender, load, &template).await?;
+        }
+        let run = format!("run_{}", contender.schema);
+        self.drop(&run).await?;
+        // Both write checkpoints, so that every run starts with clean buffers.
+        let copy = format!("CREATE DATABASE {run} TEMPLATE {template} STRATEGY FILE_COPY");
+        self.admin(&[copy, "CHECKPOINT".to_owned()]).await?;
+        Ok(run)
+    }
+
+    pub async fn drop(&self, database: &str) -> Outcome<()> {
+        self.admin(&[format!("DROP DATABASE IF EXISTS {database} WITH (FORCE)")]).await
+    }
+
+    async fn preload(&self, contender: &Contender, load: Load, template: &str) -> Outcome<()> {
+        let new = format!("{template}_new");
+        self.drop(&new).await?;
+        self.admin(&[format!("CREATE DATABASE {new}")]).await?;
+        let url = self.url(&new);
+        Child::start(contender, &["setup"], &url)?.finished()?;
+        let mut connection = self.connect(&new).await?;
+        match (load, contender.schema) {
+            (Load::Empty, _) => {}
+            (Load::Plain(jobs), "ours") => {
+                // As an application in SQL would, in one statement per thousand.
+                for from in (0..jobs).step_by(1000) {
+                    sqlx::query(
+                        "INSERT INTO jobs (kind, payload) SELECT 'no_op', '{\"sent\": 0}' FROM generate_series(1, $1)",
+                    )
+                    .bind(i64::try_from((jobs - from).min(1000))?)
+                    .execute(&mut connection)
+                    .await?;
+                }
+            }
+            (Load::Controller(jobs), "ours") => controller_rows(&mut connection, jobs).await?,
+            (Load::Plain(jobs) | Load::Controller(jobs), _) => {
+                Child::start(contender, &["preload", &jobs.to_string()], &url)?.finished()?;
+            }
+        }
+        sqlx::raw_sql("VACUUM (ANALYZE)").execute(&mut connection).await?;
+        connection.close().await?;
+        self.admin(&[format!("ALTER DATABASE {new} RENAME TO {template}")]).await
+    }
+}
+
+async fn controller_rows(connection: &mut PgConnection, jobs: u64) -> Outcome<()> {
+    for from in (0..jobs).step_by(1000) {
+        sqlx::query(
+            "WITH made AS ( \
+                 INSERT INTO jobs (kind, payload, priority, install, namespace, owner_uid, mirror_due) \
+                 SELECT ('{no_op,no_op_b,no_op_c,no_op_d}'::text[])[1 + n % 4], '{\"sent\": 0}', n / 4 % 5 - 2, \
+                     'default', 'team-' || n % 10, gen_random_uuid(), true \
+                 FROM generate_series(1::int, $1::int) AS n RETURNING id, install, namespace, owner_uid) \
+             INSERT INTO job_resources (uid, job_id, install, namespace, name) \
+             SELECT owner_uid, id, install, namespace, 'job-' || id FROM made",
+        )
+        .bind(i32::try_from((jobs - from).min(1000))?)
+        .execute(&mut *connection)
+        .await?;
+    }
+    Ok(())
+}
+
+/// Whether the promise is the product's: every table logged, every CHECK in force, nothing set to a weaker commit, and
+/// every job once succeeded at its first attempt under the benchmark's lease.
+pub async fn assert_kept(connection: &mut PgConnection, jobs: u64, lease_seconds: u64) -> Outcome<()> {
+    let one = async |connection: &mut PgConnection, sql: &'static str| -> Outcome<i64> {
+        Ok(sqlx::query_as::<_, (i64,)>(sql).fetch_one(connection).await?.0)
+    };
+    let unlogged = "SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace \
+        WHERE n.nspname = 'public' AND c.relkind IN ('r', 'p', 'i', 'm') AND c.relpersistence <> 'p'";
+    let checks =
+        "SELECT count(*) FROM pg_constraint WHERE conrelid = 'jobs'::regclass AND contype = 'c' AND convalidated";
+    let weaker = "SELECT count(*) FROM pg_settings WHERE (name, setting) IN \
+        (('synchronous_commit', 'off'), ('synchronous_commit', 'local'), ('fsync', 'off'), ('full_page_writes', 'off'))";
+    let set_elsewhere =
+        "SELECT count(*) FROM pg_db_role_setting WHERE array_to_string(setconfig, ',') ~ 'synchronous_commit'";
+    for (what, sql) in [("unlogged tables", unlogged), ("weak settings", weaker), ("weak defaults", set_elsewhere)] {
+        let found = one(connection, sql).await?;
+        if found != 0 {
+            return Err(format!("{found} {what}").into());
+        }
+    }
+    if one(connection, checks).await? < 10 {
+        return Err("CHECKs are missing".into());
+    }
+    let (all, kept): (i64, i64) = sqlx::query_as(
+        "SELECT count(*), count(*) FILTER (WHERE status = 'succeeded' AND attempts = 1 AND finished_at IS NOT NULL \
+             AND claim_token IS NOT NULL AND lease_seconds = $1) FROM jobs",
+    )
+    .bind(i32::try_from(lease_seconds)?)
+    .fetch_one(connection)
+    .await?;
+    let jobs = i64::try_from(jobs)?;
+    if (all, kept) != (jobs, jobs) {
+        return Err(format!("of {jobs} jobs {all} are there and {kept} succeeded once, at the first attempt").into());
+    }
+    Ok(())
+}
