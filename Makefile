@@ -2,7 +2,7 @@ GENERATED = crds/jobrequests.yaml charts/jobrequest/files/crd.yaml
 PROGRAM = $(or $(CARGO_TARGET_DIR),target)/debug/jobrequest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up down clean test verify generate
+.PHONY: help demo up down clean test bench verify generate
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -21,6 +21,9 @@ clean: ## Stop the local system and remove its data
 
 test: ## Run the tests against a real API server and Postgres; ARGS="--test NAME" chooses
 	@tests/cluster/test $(ARGS)
+
+bench: ## Measure the queue beside its peers, a table and PASS or MISS per bar; BENCH=quick shortens it
+	@tests/cluster/bench
 
 verify: ## Check format, lints, docs, and that what is generated is up to date
 	@tests/cluster/dependencies seed

@@ -64,6 +64,14 @@ impl Child {
         self.done.load(Ordering::Acquire)
     }
 
+    /// An error when it has ended by itself.
+    pub fn check_alive(&mut self) -> Outcome<()> {
+        match self.process.try_wait()? {
+            None => Ok(()),
+            Some(status) => Err(format!("it ended with {status}").into()),
+        }
+    }
+
     pub fn pid(&self) -> u32 {
         self.process.id()
     }

@@ -9,7 +9,7 @@ use crate::contenders::Contender;
 
 pub struct Server {
     /// As its superuser.
-    options: PgConnectOptions,
+    url: url::Url,
 }
 
 /// What a database holds before a run.
@@ -42,19 +42,19 @@ impl Load {
 impl Server {
     pub fn from_environment() -> Outcome<Self> {
         let url = std::env::var("DATABASE_URL").map_err(|_| "DATABASE_URL: not set; run make bench")?;
-        Ok(Self { options: url.parse()? })
-    }
-
-    fn options(&self, database: &str) -> PgConnectOptions {
-        self.options.clone().database(database).disable_statement_logging()
+        Ok(Self { url: url.parse()? })
     }
 
     pub async fn connect(&self, database: &str) -> Outcome<PgConnection> {
-        Ok(self.options(database).connect().await?)
+        let options: PgConnectOptions = self.url(database).parse()?;
+        Ok(options.disable_statement_logging().connect().await?)
     }
 
+    /// As every driver understands it.
     pub fn url(&self, database: &str) -> String {
-        self.options(database).to_url_lossy().to_string()
+        let mut url = self.url.clone();
+        url.set_path(database);
+        url.into()
     }
 
     async fn admin(&self, statements: &[String]) -> Outcome<()> {

@@ -40,7 +40,7 @@ pub async fn drain(server: &Server, who: &Contender, load: Load, how: &str, proc
     for child in &mut children {
         child.go()?;
     }
-    let end = wait_for_end(&mut watcher, who, &children, load.jobs(), start + LIMIT).await?;
+    let end = wait_for_end(&mut watcher, who, &mut children, load.jobs(), start + LIMIT).await?;
     let cpu: f64 = children.iter().map(|child| cpu_seconds(child.pid())).sum();
     if let Some(feed) = feed {
         feed.abort();
@@ -75,7 +75,7 @@ pub async fn drain(server: &Server, who: &Contender, load: Load, how: &str, proc
 async fn wait_for_end(
     watcher: &mut PgConnection,
     who: &Contender,
-    children: &[Child],
+    children: &mut [Child],
     jobs: u64,
     limit: Instant,
 ) -> Outcome<Instant> {
@@ -95,7 +95,8 @@ async fn wait_for_end(
     }
 }
 
-fn check_limit(limit: Instant, who: &Contender, children: &[Child]) -> Outcome<()> {
+fn check_limit(limit: Instant, who: &Contender, children: &mut [Child]) -> Outcome<()> {
+    children.iter_mut().try_for_each(Child::check_alive)?;
     if Instant::now() < limit {
         return Ok(());
     }

@@ -103,7 +103,7 @@ fn number(value: f64) -> String {
 /// A full run's figures go into docs/, a quick one's into target/.
 pub fn write(machine: &Machine, results: &Results, bars: &[Bar], quick: bool) -> Outcome<()> {
     let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-    let docs = root.join(if quick { "target/figures" } else { "docs" });
+    let docs = root.join(if quick { "target/bench" } else { "docs" });
     let figures = docs.join("figures");
     fs::create_dir_all(&figures)?;
     let verdicts: Vec<_> = bars
@@ -138,6 +138,6 @@ pub fn write(machine: &Machine, results: &Results, bars: &[Bar], quick: bool) ->
         ours::settings(),
     );
     fs::write(docs.join("figures.md"), page)?;
-    eprintln!("written: {}", figures.display());
+    eprintln!("written: {}", docs.join("figures.md").display());
     Ok(())
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use futures::future::BoxFuture;
 use jobrequest::job::Status;
 use jobrequest::kinds::{Attempt, Executed, Executor, Registry};
-use jobrequest::queue::{self, Finish, NewJob, Queue};
+use jobrequest::queue::{self, AttemptEnd, ClaimedJob, Finish, NewJob, Queue};
 use jobrequest::worker::Worker;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -138,15 +138,25 @@ async fn say_durable(queue: &Queue) -> Outcome<()> {
 async fn bare(queue: &Queue) -> Outcome<()> {
     protocol::ready();
     protocol::report_done();
+    let to_end = |job| (job, AttemptEnd::Succeeded(Value::Null));
     let drain = async |queue: &Queue| -> Outcome<()> {
         loop {
             let jobs = queue.fetch_many("bare", &KINDS, BARE_BATCH).await?;
             if jobs.is_empty() {
                 return Ok(());
             }
-            let ends = jobs.into_iter().map(|job| (job, queue::AttemptEnd::Succeeded(Value::Null))).collect();
-            for finish in queue.finish_many(ends).await {
-                expect_success(&finish?)?;
+            protocol::count(jobs.len() as u64);
+            let mut ends: Vec<_> = jobs.into_iter().map(to_end).collect();
+            while !ends.is_empty() {
+                let answers = queue.finish_many(std::mem::take(&mut ends)).await;
+                for answer in answers {
+                    match answer {
+                        Ok(finish) => expect_success(finish)?,
+                        // The other connection's claim looked at the row just now.
+                        Err(unfinished) if unfinished.error.is_passing() => ends.push(to_end(unfinished.job)),
+                        Err(unfinished) => return Err(unfinished.error.into()),
+                    }
+                }
             }
         }
     };
@@ -162,7 +172,7 @@ async fn one_at_a_time(queue: &Queue) -> Outcome<()> {
     let each = async |queue: Queue| -> Outcome<()> {
         while let Some(job) = queue.fetch_next("one", &KINDS).await? {
             protocol::count_one();
-            expect_success(&queue.mark_succeeded(job, &Value::Null).await?)?;
+            succeed(&queue, job).await?;
         }
         Ok(())
     };
@@ -174,7 +184,17 @@ async fn one_at_a_time(queue: &Queue) -> Outcome<()> {
     Ok(())
 }
 
-fn expect_success(finish: &Finish) -> Outcome<()> {
+async fn succeed(queue: &Queue, mut job: ClaimedJob) -> Outcome<()> {
+    loop {
+        match queue.mark_succeeded(job, &Value::Null).await {
+            Ok(finish) => return expect_success(finish),
+            Err(unfinished) if unfinished.error.is_passing() => job = unfinished.job,
+            Err(unfinished) => return Err(unfinished.error.into()),
+        }
+    }
+}
+
+fn expect_success(finish: Finish) -> Outcome<()> {
     match finish {
         Finish::Done(Status::Succeeded) => Ok(()),
         other => Err(Failed::from(format!("a finish came to {other:?}"))),
