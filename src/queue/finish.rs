@@ -87,7 +87,8 @@ impl Queue {
     /// [`Queue::mark_succeeded`] and [`Queue::mark_failed_or_retry`] for many attempts: one statement for those with a
     /// result, one for those without. Answers come in the order of the ends. Rows are taken in the order of their ids,
     /// so that two batches never wait for each other; one that another transaction holds is not waited for. An end
-    /// that the database refuses is tried alone once more: it must not cost the others theirs.
+    /// that the database refuses is tried alone once more: it must not cost the others theirs (those may be told
+    /// [`Error::RowLocked`], as the server lets go of the refused batch's rows only after it has answered).
     ///
     /// # Errors
     /// [`Unfinished`] for each attempt that the database did not answer for, or whose row was held
