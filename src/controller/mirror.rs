@@ -63,7 +63,7 @@ impl Trigger {
 pub(super) async fn run(context: Arc<Context>, trigger: Trigger, listener: Listener, part: Part, beat: Beat) {
     let (mut pause, mut served) = (POLL, false);
     loop {
-        match pass(&context, &trigger).await {
+        match pass(&context, &trigger, &beat).await {
             Ok(()) => {
                 pause = POLL;
                 part.ready();
@@ -90,7 +90,7 @@ pub(super) async fn run(context: Arc<Context>, trigger: Trigger, listener: Liste
     }
 }
 
-async fn pass(context: &Context, trigger: &Trigger) -> Result<(), PassError> {
+async fn pass(context: &Context, trigger: &Trigger, beat: &Beat) -> Result<(), PassError> {
     if !context.gate.is_open()
         && let SchemaState::Behind(missing) = context.queue.schema_state().await?
     {
@@ -98,6 +98,7 @@ async fn pass(context: &Context, trigger: &Trigger) -> Result<(), PassError> {
     }
     let mut after = None;
     loop {
+        beat.beat();
         let (resources, next) = context.queue.due(after, PAGE).await?;
         // Without an API server a try is in vain; one that failed has its own time for the next.
         let due = resources.iter().filter(|resource| !context.back_off.is_waiting(resource.uid));

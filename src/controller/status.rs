@@ -19,7 +19,7 @@ const HISTORY_TEXT_MAX_BYTES: usize = 256;
 /// The largest result shown, in bytes as JSON.
 const RESULT_MAX_BYTES: usize = 4096;
 
-/// Where a resource stands: each variant is one row of docs/conditions.md.
+/// Where a resource stands.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Standing<'a> {
     /// Never a row: the manifest holds what no schema can see, or the key is another job's.

@@ -13,7 +13,7 @@ use kube::api::ListParams;
 use kube::runtime::reflector::{self, ObjectRef, Store};
 use kube::runtime::utils::Backoff;
 use kube::runtime::{WatchStreamExt, watcher};
-use kube::{Api, Client};
+use kube::{Api, Client, ResourceExt};
 
 use super::patch;
 use crate::admin::Part;
@@ -116,6 +116,8 @@ pub(super) fn start(client: &Client, namespaces: &[String], part: &Part) -> (Vec
             .modify(|object| {
                 object.spec.payload = None;
                 object.metadata.managed_fields = None;
+                // kubectl's copy of the manifest, payload and all.
+                object.annotations_mut().remove("kubectl.kubernetes.io/last-applied-configuration");
             })
             .inspect_ok(move |event| {
                 if matches!(event, watcher::Event::InitDone) {

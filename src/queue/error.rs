@@ -65,6 +65,21 @@ impl Error {
         }
     }
 
+    /// The database itself is away, so that no other call gets through either. A call without an answer alone doesn't
+    /// say so: a row that somebody's forgotten transaction holds makes it wait as well.
+    pub fn is_outage(&self) -> bool {
+        let Self::Db(error) = self else { return false };
+        match error {
+            sqlx::Error::Database(e) => e.code().is_some_and(|code| outage_sqlstate(&code)),
+            sqlx::Error::Io(_)
+            | sqlx::Error::Tls(_)
+            | sqlx::Error::PoolTimedOut
+            | sqlx::Error::PoolClosed
+            | sqlx::Error::WorkerCrashed => true,
+            _ => false,
+        }
+    }
+
     /// The same error for another attempt of a batch. A driver's error can't be cloned: its words and class are kept.
     pub(super) fn again(&self) -> Self {
         match self {
@@ -80,12 +95,21 @@ impl Error {
     }
 }
 
-/// Classes and codes of the SQL standard and Postgres: connection (08), no such database or role yet (28, 3D),
-/// read-only standby (25006), transaction rollback (40), resources (53), operator intervention (57), system (58),
-/// lock not available (55P03), schema not there yet (42P01, 42703).
+/// What one statement may meet and the next may not, beside an outage: transaction rollback (40), a session or
+/// statement ended from outside (25P03, 25P04, 57), lock not available (55P03), an internal error (XX, which poolers
+/// say too when they have no server).
 fn passing_sqlstate(code: &str) -> bool {
-    matches!(&code[..2.min(code.len())], "08" | "28" | "3D" | "40" | "53" | "57" | "58")
-        || matches!(code, "25006" | "55P03" | "42P01" | "42703")
+    outage_sqlstate(code)
+        || matches!(&code[..2.min(code.len())], "40" | "57" | "XX")
+        || matches!(code, "25P03" | "25P04" | "55P03")
+}
+
+/// Classes and codes of the SQL standard and Postgres: connection (08), no such database or role yet (28, 3D),
+/// read-only standby (25006), resources (53), shutting down or starting (57P01, 57P02, 57P03), system (58), schema not
+/// there yet (42P01, 42703).
+fn outage_sqlstate(code: &str) -> bool {
+    matches!(&code[..2.min(code.len())], "08" | "28" | "3D" | "53" | "58")
+        || matches!(code, "25006" | "57P01" | "57P02" | "57P03" | "42P01" | "42703")
 }
 
 /// The server's primary message without its DETAIL, which quotes rows. A message can quote a value, so a data error
@@ -106,3 +130,26 @@ fn describe(error: &sqlx::Error) -> String {
 }
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_stands_in_one_statements_way_is_no_outage() {
+        for code in ["08006", "28P01", "3D000", "25006", "53300", "57P01", "57P03", "58030", "42P01"] {
+            assert!(outage_sqlstate(code) && passing_sqlstate(code), "{code}");
+        }
+        for code in ["40001", "40P01", "55P03", "57014", "25P03", "XX000"] {
+            assert!(!outage_sqlstate(code) && passing_sqlstate(code), "{code}");
+        }
+        for code in ["", "22P05", "23505", "42501", "54000", "0A000"] {
+            assert!(!outage_sqlstate(code) && !passing_sqlstate(code), "{code}");
+        }
+        for error in [Error::Timeout { seconds: 10 }, Error::RowLocked, Error::KeyBeingFreed { holder: Uuid::nil() }] {
+            assert!(error.is_passing() && !error.is_outage(), "{error}");
+        }
+        let refused = std::io::Error::from(std::io::ErrorKind::ConnectionRefused);
+        assert!(Error::Db(sqlx::Error::Io(refused)).is_outage() && Error::Db(sqlx::Error::PoolTimedOut).is_outage());
+    }
+}
