@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
-use jobrequest::job::Cause;
+use jobrequest::job::{Cause, Status};
 use jobrequest::queue::{EnqueueOutcome, Error, Held, NewJob, Owner, Queue, RetryOutcome};
 use serde_json::{Value, json};
 use sqlx::Connection;
@@ -222,14 +222,18 @@ async fn a_retry_is_refused_when_another_job_has_taken_the_key_even_if_its_row_i
     let failed = created(&queue, &keyed("k")).await;
     queue.request_cancel(failed).await.expect("answered");
     let heir = created(&queue, &keyed("k")).await;
+    assert_eq!(queue.retry(failed, "1").await.expect("answered"), RetryOutcome::KeyTaken);
+    assert_eq!(queue.retry(failed, "1").await.expect("answered"), RetryOutcome::AlreadyUsed, "it has its answer");
     let before = db.row(failed).await;
-    assert_eq!(queue.retry(failed, "1").await.expect("answered"), RetryOutcome::KeyTaken);
+    assert_eq!(queue.retry_by_hand(failed).await.expect("answered"), RetryOutcome::KeyTaken);
+    assert_eq!(db.row(failed).await, before);
     queue.mark_succeeded(claim(&queue).await, &json!(1)).await.map(drop).expect("answered");
-    assert_eq!(queue.retry(failed, "1").await.expect("answered"), RetryOutcome::KeyTaken);
+    assert_eq!(queue.retry(failed, "2").await.expect("answered"), RetryOutcome::KeyTaken);
     db.run(&format!("UPDATE jobs SET finished_at = now() - interval '1 h' WHERE id = '{heir}'")).await;
     assert_eq!(queue.purge().await.expect("answered").jobs, 1);
-    assert_eq!(queue.retry(failed, "1").await.expect("answered"), RetryOutcome::KeyTaken);
-    assert_eq!(db.row(failed).await, before);
+    assert_eq!(queue.retry(failed, "3").await.expect("answered"), RetryOutcome::KeyTaken);
+    let job = queue.get(failed).await.expect("it is there");
+    assert_eq!((job.state.status(), job.last_retry.as_deref()), (Status::Cancelled, Some("3")));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

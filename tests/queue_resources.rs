@@ -437,6 +437,7 @@ mod deletion {
         let (_, third) = enqueue(&queue, keyed("third")).await;
         assert_eq!(queue.release(owner).await.expect("answered"), Release::Shared);
         assert_eq!((row(&queue, second).await.1, row(&queue, third).await.1), (true, false));
+        assert!(due(&queue).await.contains(&"second".to_owned()), "its own spec is to reach the row");
         let (job, _) = row(&queue, second).await;
         assert!(queue.edit_waiting(second, SpecEdit { priority: 4, ..edit_of(&job) }).await.expect("answered"));
         assert_eq!(queue.release(second).await.expect("answered"), Release::Shared);
@@ -512,7 +513,7 @@ mod deletion {
     }
 
     #[tokio::test]
-    async fn a_row_that_vanished_is_told_from_one_that_never_was_and_is_enqueued_again_after_a_release() {
+    async fn a_row_that_vanished_is_told_from_one_that_never_was_and_is_enqueued_again_once_forgotten() {
         let db = Database::new().await;
         let queue = db.queue();
         let (new, uid) = job_of("a");
@@ -522,8 +523,10 @@ mod deletion {
         assert_eq!(queue.held(uid).await.expect("answered"), Held::Vanished { job_id: id });
         let vanished = queue.holders_of_vanished_rows(Uuid::nil(), 10).await.expect("answered");
         assert_eq!(vanished.into_iter().map(|resource| resource.uid).collect::<Vec<_>>(), [uid]);
-        assert_eq!(queue.release(uid).await.expect("answered"), Release::Ended);
+        queue.forget_vanished(uid).await.expect("answered");
         assert!(matches!(queue.enqueue(&new).await.expect("accepted"), EnqueueOutcome::Created(other) if other != id));
+        queue.forget_vanished(uid).await.expect("answered");
+        assert!(matches!(queue.held(uid).await.expect("answered"), Held::Row { .. }), "a new row stays its own");
     }
 
     #[tokio::test]
@@ -571,6 +574,20 @@ mod ends {
         assert_eq!(queue.retry(id, "2").await.expect("answered"), RetryOutcome::Queued);
         queue.mark_succeeded(claim(&queue).await, &json!(1)).await.map(drop).expect("not cancelled any more");
         assert_eq!(db.status(id).await, "succeeded");
+    }
+
+    #[tokio::test]
+    async fn a_retry_by_hand_leaves_the_mark_that_the_resource_shows() {
+        let db = Database::new().await;
+        let queue = db.queue();
+        let (id, _) = enqueue(&queue, job_of("a")).await;
+        queue.request_cancel(id).await.expect("answered");
+        assert_eq!(queue.retry(id, "1").await.expect("answered"), RetryOutcome::Queued);
+        queue.request_cancel(id).await.expect("answered");
+        assert_eq!(queue.retry_by_hand(id).await.expect("answered"), RetryOutcome::Queued);
+        queue.request_cancel(id).await.expect("answered");
+        assert_eq!(queue.retry(id, "1").await.expect("answered"), RetryOutcome::AlreadyUsed);
+        assert_eq!(db.status(id).await, "cancelled");
     }
 
     #[tokio::test]

@@ -195,11 +195,9 @@ async fn act(queue: &Queue, action: Action) -> Result<String, String> {
             print(&job, output, || table(std::slice::from_ref(&job)))
         }
         Action::Retry { id } => {
-            // Each run of the command is a wish of its own.
-            let mark = format!("jobs-retry-{}", Uuid::now_v7());
             // The operation itself knows no install: a job of another one is not ours to touch.
             queue.get(id).await.map_err(|error| format!("{id}: {error}"))?;
-            match queue.retry(id, &mark).await.map_err(|error| format!("{id}: {error}"))? {
+            match queue.retry_by_hand(id).await.map_err(|error| format!("{id}: {error}"))? {
                 RetryOutcome::Queued | RetryOutcome::AlreadyUsed => Ok(format!("job {id} queued\n")),
                 RetryOutcome::KeyTaken => Err(format!("{id}: another job has taken its idempotency key")),
             }

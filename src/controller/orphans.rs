@@ -58,15 +58,35 @@ async fn look(context: &Context, trigger: &Trigger, before: &HashSet<Uuid>) -> R
                 context.queue.release(*uid).await?;
             }
         }
-        match page.last() {
-            Some(last) if page.len() == usize::try_from(PAGE).unwrap_or(usize::MAX) => after = last.uid,
-            _ => break,
+        match next_page(&page) {
+            Some(last) => after = last,
+            None => break,
         }
     }
-    for resource in context.queue.holders_of_vanished_rows(Uuid::nil(), PAGE).await? {
-        trigger.send(&resource, &context.due);
+    let mut after = Uuid::nil();
+    loop {
+        let page = context.queue.holders_of_vanished_rows(after, PAGE).await?;
+        for resource in &page {
+            let Some(watch) = trigger.watch_over(resource).filter(|watch| watch.is_complete()) else { continue };
+            if watch.knows(resource) {
+                trigger.send(resource, &context.due);
+            } else if before.contains(&resource.uid) {
+                // Neither a resource nor a row: nothing is lost with it.
+                context.queue.forget_vanished(resource.uid).await?;
+            } else {
+                missing.insert(resource.uid);
+            }
+        }
+        match next_page(&page) {
+            Some(last) => after = last,
+            None => return Ok(missing),
+        }
     }
-    Ok(missing)
+}
+
+/// Where the next page begins, if this one was full.
+fn next_page(page: &[ResourceRef]) -> Option<Uuid> {
+    page.last().filter(|_| page.len() >= usize::try_from(PAGE).unwrap_or(usize::MAX)).map(|last| last.uid)
 }
 
 async fn is_gone(context: &Context, resource: &ResourceRef) -> Result<bool> {

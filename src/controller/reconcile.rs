@@ -48,7 +48,7 @@ pub(super) async fn reconcile(object: Arc<JobRequest>, context: Arc<Context>) ->
                 Some(fresh) => current = fresh,
                 None => return Ok(Action::await_change()),
             },
-            Err(Error::Queue(error)) if error.is_passing() && !matches!(error, queue::Error::KeyBeingFreed { .. }) => {
+            Err(Error::Queue(error)) if error.is_outage() => {
                 // Nobody is parked while it is open.
                 drop(context.gate.close());
                 return wait_for_database(&current, &context).await;
@@ -105,8 +105,8 @@ async fn step(object: &JobRequest, context: &Context) -> Result<Step> {
             settle(object, context, &Standing::KeptKey { job_id, attempts, finished_at }).await
         }
         Held::Vanished { .. } => {
-            // Forgets the row that is gone; then it is as if the resource had never had one.
-            context.queue.release(uid).await?;
+            // Then it is as if the resource had never had one.
+            context.queue.forget_vanished(uid).await?;
             without_row(object, context).await
         }
         Held::Nothing => without_row(object, context).await,
@@ -180,9 +180,11 @@ async fn live(object: &JobRequest, context: &Context, job: &Job, owner: bool, mi
         && job.state.status().is_waiting()
         && let Ok(edit) = to_edit(object)
         && edit.changes(job)
-        && context.queue.edit_waiting(uid, edit).await?
     {
-        return Ok(Step::Reread);
+        // The cache may be behind an edit that the row has already.
+        if !is_current(object, context).await? || context.queue.edit_waiting(uid, edit).await? {
+            return Ok(Step::Reread);
+        }
     }
     if let Some(left) = context.young.left(uid) {
         return Ok(Step::After(left));
@@ -212,6 +214,10 @@ async fn ended(object: &JobRequest, context: &Context, job: &Job, owner: bool, m
                 Written::Gone => Step::Rest,
             });
         }
+        // The cache may be behind a mark that was used already.
+        if !is_current(object, context).await? {
+            return Ok(Step::Reread);
+        }
         match context.queue.retry(job.id, &mark).await? {
             RetryOutcome::Queued => {
                 tracing::info!(job = %job.id, namespace = object.namespace(), name = object.name_any(), "retried by a person");
@@ -221,6 +227,7 @@ async fn ended(object: &JobRequest, context: &Context, job: &Job, owner: bool, m
             RetryOutcome::KeyTaken => {
                 tracing::warn!(job = %job.id, namespace = object.namespace(), name = object.name_any(),
                     "not retried: another job has taken the key");
+                return Ok(Step::Reread);
             }
         }
     }
@@ -231,6 +238,12 @@ async fn ended(object: &JobRequest, context: &Context, job: &Job, owner: bool, m
     };
     acknowledge(context, uid, job, mirrored).await?;
     let_go(&shown, context).await
+}
+
+/// Whether the resource is still as it was read: what it asks of the row must not be out of date.
+async fn is_current(object: &JobRequest, context: &Context) -> Result<bool> {
+    let now = patch::fresh(&context.client, object).await?;
+    Ok(now.is_some_and(|now| now.resource_version() == object.resource_version()))
 }
 
 async fn acknowledge(context: &Context, uid: Uuid, job: &Job, mirrored: i64) -> Result<()> {

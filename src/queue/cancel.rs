@@ -25,7 +25,7 @@ pub enum RetryOutcome {
     Queued,
     /// This mark was used before: nothing was done.
     AlreadyUsed,
-    /// Another row has taken the job's key meanwhile: nothing was done.
+    /// Another row has taken the job's key meanwhile: refused. The mark counts as used.
     KeyTaken,
 }
 
@@ -51,7 +51,8 @@ impl Queue {
     }
 
     /// Runs a failed or cancelled job again: attempts from zero, history kept. Each mark (at most 255 characters)
-    /// works once and is written in the same statement.
+    /// is answered once and written with the answer; a refusal is written too, or whoever shows the mark would
+    /// be refused again and again.
     ///
     /// # Errors
     /// [`Error::NotFound`]; [`Error::InvalidTransition`] from any other state; [`Error::Db`]; [`Error::Timeout`].
@@ -59,27 +60,60 @@ impl Queue {
         if !(1..=255).contains(&mark.chars().count()) || mark.contains('\0') {
             return Err(Error::invalid("retry mark", "is 1 to 255 characters without NUL"));
         }
-        let answer = self.bounded(self.retry_row(id, mark)).await;
-        match answer {
-            Err(error) if error.violates("jobs_idempotency_key_uidx") => Ok(RetryOutcome::KeyTaken),
-            Ok(RetryOutcome::Queued) => {
-                self.notify(Channel::Ready);
-                self.notify(Channel::Changed);
-                answer
-            }
-            answer => answer,
-        }
+        self.retry_with(id, Some(mark)).await
     }
 
-    async fn retry_row(&self, id: Uuid, mark: &str) -> Result<RetryOutcome> {
+    /// The same without a mark, for a person who asks once. The newest mark stays: a resource that still shows it has
+    /// been answered.
+    ///
+    /// # Errors
+    /// As [`Queue::retry`].
+    pub async fn retry_by_hand(&self, id: Uuid) -> Result<RetryOutcome> {
+        self.retry_with(id, None).await
+    }
+
+    async fn retry_with(&self, id: Uuid, mark: Option<&str>) -> Result<RetryOutcome> {
+        let answer = match self.bounded(self.retry_row(id, mark)).await {
+            Err(error) if error.violates("jobs_idempotency_key_uidx") => Ok(RetryOutcome::KeyTaken),
+            answer => answer,
+        }?;
+        match (answer, mark) {
+            (RetryOutcome::Queued, _) => {
+                self.notify(Channel::Ready);
+                self.notify(Channel::Changed);
+            }
+            (RetryOutcome::KeyTaken, Some(mark)) => self.bounded(self.use_up(id, mark)).await?,
+            (RetryOutcome::KeyTaken, None) | (RetryOutcome::AlreadyUsed, _) => {}
+        }
+        Ok(answer)
+    }
+
+    /// A mark that was refused.
+    async fn use_up(&self, id: Uuid, mark: &str) -> Result<()> {
+        sqlx::query(
+            "UPDATE jobs SET last_retry = $2, updated_at = now(), revision = revision + 1, \
+                 mirror_due = owner_uid IS NOT NULL \
+             WHERE id = $1 AND install = $3 AND status IN ('failed_permanent', 'cancelled') \
+               AND last_retry IS DISTINCT FROM $2",
+        )
+        .bind(id)
+        .bind(mark)
+        .bind(&self.settings.install)
+        .execute(&self.pool)
+        .await?;
+        Ok(())
+    }
+
+    async fn retry_row(&self, id: Uuid, mark: Option<&str>) -> Result<RetryOutcome> {
         let mut tx = self.pool.begin().await?;
         let done: Option<(Option<String>, Option<String>)> = sqlx::query_as(
             "UPDATE jobs SET status = 'queued', attempts = 0, cancel_requested = false, run_at = now(), \
-                 suspended = false, claim_token = NULL, handed_back_at = NULL, lost_leases = 0, last_retry = $2, \
+                 suspended = false, claim_token = NULL, handed_back_at = NULL, lost_leases = 0, \
+                 last_retry = coalesce($2, last_retry), \
                  finished_at = NULL, updated_at = now(), revision = revision + 1, \
                  mirror_due = owner_uid IS NOT NULL \
              WHERE id = $1 AND install = $3 AND status IN ('failed_permanent', 'cancelled') \
-               AND last_retry IS DISTINCT FROM $2 RETURNING namespace, idempotency_key",
+               AND ($2 IS NULL OR last_retry IS DISTINCT FROM $2) RETURNING namespace, idempotency_key",
         )
         .bind(id)
         .bind(mark)
@@ -101,7 +135,7 @@ impl Queue {
                 .await?;
         match row {
             None => Err(Error::NotFound),
-            Some((_, Some(used))) if used == mark => Ok(RetryOutcome::AlreadyUsed),
+            Some((_, Some(used))) if Some(used.as_str()) == mark => Ok(RetryOutcome::AlreadyUsed),
             Some((status, _)) => Err(Error::InvalidTransition { from: read_status(id, &status)?, wanted: "retried" }),
         }
     }

@@ -149,7 +149,9 @@ impl Queue {
 
     async fn settle(&self, ids: &[Uuid]) -> Result<()> {
         sqlx::query(
-            "UPDATE jobs j SET mirror_due = false WHERE id = ANY($1) AND mirror_due AND NOT EXISTS ( \
+            // A row that another transaction holds is left for the next time: the pass must not wait for one row.
+            "WITH free AS (SELECT id FROM jobs WHERE id = ANY($1) AND mirror_due ORDER BY id FOR UPDATE SKIP LOCKED) \
+             UPDATE jobs j SET mirror_due = false FROM free WHERE j.id = free.id AND NOT EXISTS ( \
                  SELECT FROM job_resources r WHERE r.job_id = j.id AND r.mirrored_revision < j.revision)",
         )
         .bind(ids)
@@ -201,6 +203,9 @@ impl Queue {
         if let Some(outcome) = cancel {
             self.notify_cancel(outcome);
         }
+        if release == Release::Shared {
+            self.notify(Channel::Changed);
+        }
         Ok(release)
     }
 
@@ -238,10 +243,17 @@ impl Queue {
             }
             Some(CancelOutcome::CancelledNow | CancelOutcome::AlreadyTerminal) | None => {
                 sqlx::query("DELETE FROM job_resources WHERE uid = $1").bind(uid).execute(&mut *tx).await?;
-                // The next holder owns the row; a row without one is nobody's, and nobody's status is due.
+                // The next holder owns the row; a row without one is nobody's, and nobody's status is due. The heir's
+                // spec is to reach a row that lives, so it must look.
                 sqlx::query(
-                    "UPDATE jobs SET owner_uid = CASE WHEN owner_uid = $2 THEN $3 ELSE owner_uid END, \
-                         mirror_due = mirror_due AND $3 IS NOT NULL WHERE id = $1",
+                    "WITH passed AS ( \
+                         SELECT id, owner_uid = $2 AND $3 IS NOT NULL \
+                             AND status IN ('queued', 'retrying', 'running') AS on FROM jobs WHERE id = $1) \
+                     UPDATE jobs j SET owner_uid = CASE WHEN owner_uid = $2 THEN $3 ELSE owner_uid END, \
+                         mirror_due = $3 IS NOT NULL AND (mirror_due OR p.on), \
+                         revision = revision + CASE WHEN p.on THEN 1 ELSE 0 END, \
+                         updated_at = CASE WHEN p.on THEN now() ELSE updated_at END \
+                     FROM passed p WHERE j.id = p.id",
                 )
                 .bind(job)
                 .bind(uid)
@@ -253,6 +265,24 @@ impl Queue {
         };
         tx.commit().await?;
         Ok((release, cancel))
+    }
+
+    /// Forgets that the resource had a row, if that is there no more; a row that was made meanwhile stays its own.
+    ///
+    /// # Errors
+    /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout).
+    pub async fn forget_vanished(&self, uid: Uuid) -> Result<()> {
+        self.bounded(async {
+            sqlx::query(
+                "DELETE FROM job_resources r \
+                 WHERE uid = $1 AND NOT EXISTS (SELECT FROM jobs j WHERE j.id = r.job_id)",
+            )
+            .bind(uid)
+            .execute(&self.pool)
+            .await?;
+            Ok(())
+        })
+        .await
     }
 
     /// Brings an edited spec to a row that waits; only its owner's. True when the row took it, false when it runs,

@@ -1,9 +1,11 @@
 //! Idempotency keys: shared, in conflict, freed.
 
 use jobrequest::api::Phase;
+use kube::ResourceExt;
 use serde_json::{Value, json};
 
 use super::site::{PROMPTLY, Site, condition, job_id, with};
+use super::wait::{PATIENCE, until_true};
 
 const LATER: &str = "2099-01-01T00:00:00Z";
 
@@ -94,4 +96,48 @@ async fn a_key_belongs_to_its_namespace() {
     site.until_phase("a", Phase::Succeeded).await;
     other.until_phase("a", Phase::Succeeded).await;
     assert_eq!((site.sink.count("/ok?1"), site.sink.count("/ok?2"), site.count_rows().await), (1, 1, 2));
+}
+
+#[tokio::test]
+async fn a_retry_whose_key_is_taken_is_refused_once_and_then_nothing_is_written() {
+    let site = Site::new().await;
+    let (_controller, _worker) = (site.controller().start().await, site.worker().start().await);
+    site.create("a", keyed(&site, "/code/404", "k")).await;
+    let id = job_id(&site.until_phase("a", Phase::FailedPermanent).await);
+    site.create("b", with(keyed(&site, "/ok", "k"), json!({"runAt": LATER}))).await;
+    site.until_phase("b", Phase::Queued).await;
+    site.annotate_retry("a", "1").await;
+    let settled = async || {
+        let a = site.get("a").await.unwrap();
+        let shown = a.status.as_ref().and_then(|status| status.last_retry.as_deref()) == Some("1");
+        shown && a.finalizers().is_empty()
+    };
+    until_true("the refusal is recorded and holds nothing up", PATIENCE, settled).await;
+    let writes = site.proxy.writes().into_iter().filter(|call| call.is_about("a")).count();
+    // By the time these have ended, the changes of the first have been looked at.
+    for n in 0..5 {
+        site.create(&format!("c-{n}"), site.hook("/ok?c")).await;
+        site.until_phase(&format!("c-{n}"), Phase::Succeeded).await;
+    }
+    let more: Vec<_> = site.proxy.writes().into_iter().filter(|call| call.is_about("a")).skip(writes).collect();
+    assert!(more.is_empty(), "{more:#?}");
+    assert_eq!(site.row(id).await.status, "failed_permanent");
+    // The key is free: a new value is a new question.
+    site.delete("b").await;
+    site.until_gone("b", PROMPTLY).await;
+    site.annotate_retry("a", "2").await;
+    site.until_hits("/code/404", 2).await;
+}
+
+#[tokio::test]
+async fn the_next_holders_own_spec_reaches_the_job_when_the_owner_goes() {
+    let site = Site::new().await;
+    let (_controller, _worker) = (site.controller().start().await, site.worker().start().await);
+    site.create("owner", with(keyed(&site, "/ok", "k"), json!({"suspend": true}))).await;
+    site.until_condition("owner", "Ready", "False", "Suspended").await;
+    site.create("heir", keyed(&site, "/ok", "k")).await;
+    site.until_condition("heir", "Ready", "False", "Suspended").await;
+    site.delete("owner").await;
+    let done = site.until_phase("heir", Phase::Succeeded).await;
+    assert_eq!(condition(&done, "Accepted"), accepted("Enqueued"));
 }

@@ -20,7 +20,7 @@ impl Site {
         self.jobs.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await.unwrap();
     }
 
-    async fn annotate_retry(&self, name: &str, mark: &str) {
+    pub async fn annotate_retry(&self, name: &str, mark: &str) {
         self.patch(name, json!({"metadata": {"annotations": {"jobrequest.dev/retry": mark}}})).await;
     }
 }
