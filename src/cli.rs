@@ -111,6 +111,10 @@ fn refuse(error: &clap::Error) -> Refusal {
             Refusal::Wrong("a subcommand is missing: see jobrequest --help".to_owned())
         }
         ErrorKind::ValueValidation | ErrorKind::InvalidValue => Refusal::Wrong(describe_value(error)),
+        // Something without a flag may be a URL with a password.
+        ErrorKind::UnknownArgument if !is_flag(error) => {
+            Refusal::Wrong("unexpected argument that is no flag: see jobrequest --help".to_owned())
+        }
         _ => {
             let text = error.to_string();
             let told = text.split("\n\nUsage:").next().unwrap_or_default();
@@ -120,6 +124,10 @@ fn refuse(error: &clap::Error) -> Refusal {
             Refusal::Wrong(format!("{}: see jobrequest --help", words.join(" ")))
         }
     }
+}
+
+fn is_flag(error: &clap::Error) -> bool {
+    matches!(error.get(ContextKind::InvalidArg), Some(ContextValue::String(text)) if text.starts_with('-'))
 }
 
 fn describe_value(error: &clap::Error) -> String {
@@ -230,6 +238,10 @@ mod tests {
         assert!(wrong("wroker").starts_with("unrecognized subcommand 'wroker'"), "{}", wrong("wroker"));
         assert!(wrong("").starts_with("a subcommand is missing"));
         assert!(wrong("worker --speed 3").starts_with("unexpected argument '--speed' found"));
+        for arguments in ["worker postgres://u:hunter2@h/d", "worker --databse-url=postgres://u:hunter2@h/d"] {
+            let line = wrong(arguments);
+            assert!(line.starts_with("unexpected argument") && !line.contains("hunter2"), "{line}");
+        }
         assert!(wrong("jobs get").starts_with("the following required arguments were not provided"));
         assert!(wrong(&format!("jobs get {DATABASE} 12")).contains("is not a job's id"));
     }

@@ -7,13 +7,16 @@ use tracing_subscriber::EnvFilter;
 
 use crate::cli::{LogFormat, LogSettings};
 
-const QUIET: &str = "sqlx::pool=error,sqlx_core::pool=error";
+/// The pool's own warnings repeat, several times over, what /readyz and one line of ours say. The object store tells of
+/// its retries with the object's URL, which is a payload's.
+const QUIET: [(&str, &str); 2] =
+    [("sqlx", "sqlx::pool=error,sqlx_core::pool=error"), ("object_store", "object_store=warn")];
 
 /// Starts the log. Called once, before anything that logs.
 pub fn init(settings: &LogSettings) {
     let LogSettings { filter, format } = settings;
-    // The pool's own warnings repeat, several times over, what /readyz and one line of ours say.
-    let filter = if filter.contains("sqlx") { filter.clone() } else { format!("{filter},{QUIET}") };
+    let quiet = QUIET.iter().filter(|(target, _)| !filter.contains(target)).map(|(_, quiet)| *quiet);
+    let filter = std::iter::once(filter.as_str()).chain(quiet).collect::<Vec<_>>().join(",");
     // The filter was checked when it was parsed.
     let filter = EnvFilter::try_new(filter).unwrap_or_else(|_| EnvFilter::new("info"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);

@@ -124,6 +124,7 @@ fn a_bad_value_is_refused_with_its_name_or_the_remedy() {
             "worker pool \"x\"",
         ),
         (&[r#"objectStore.existingClaim="c""#], "set one of them"),
+        (&[r#"smtp.existingSecret="mail""#], "--set smtp.from=jobs@example.com"),
         (&["controler={}"], "'controler' not allowed"),
         (&[r#"workers.mail={"kind":["send_email"]}"#], "/workers/mail"),
         (&[r#"workers.Mail={}"#], "'Mail'"),
@@ -196,17 +197,20 @@ fn every_setting_reaches_the_program_that_reads_it() {
         ("JOBREQUEST_DATABASE_DIRECT_URL", "queue-app/uri"),
         ("JOBREQUEST_INSTALL", "blue"),
         ("JOBREQUEST_LEASE_SECONDS", "20"),
-        ("JOBREQUEST_POLL_SECONDS", "1"),
         ("JOBREQUEST_RETRY_BASE_SECONDS", "2"),
-        ("JOBREQUEST_RETRY_CAP_SECONDS", "1000000"),
+        ("JOBREQUEST_RETRY_CAP_SECONDS", "86400"),
         ("JOBREQUEST_RETENTION_SECONDS", "31536000"),
-        ("JOBREQUEST_KEY_RETENTION_SECONDS", "3153600000"),
+        ("JOBREQUEST_KEY_RETENTION_SECONDS", "2147483647"),
         ("JOBREQUEST_HTTP_ADDR", "[::]:9090"),
         ("JOBREQUEST_LOG", "info,jobrequest=debug"),
         ("JOBREQUEST_LOG_FORMAT", "text"),
     ];
     let controller = [("JOBREQUEST_WATCH_NAMESPACES", "a,b"), ("JOBREQUEST_DEFAULT_TTL_SECONDS", "0")];
-    let worker = [("JOBREQUEST_EGRESS_ALLOW", "10.1.0.0/16,fd00::/8"), ("JOBREQUEST_EGRESS_DENY", "10.1.2.3/32")];
+    let worker = [
+        ("JOBREQUEST_POLL_SECONDS", "1"),
+        ("JOBREQUEST_EGRESS_ALLOW", "10.1.0.0/16,fd00::/8"),
+        ("JOBREQUEST_EGRESS_DENY", "10.1.2.3/32"),
+    ];
     // A pool gets no secret of a kind that it doesn't run.
     let mail = [
         ("JOBREQUEST_KINDS", "send_email,webhook_delivery"),
@@ -242,6 +246,49 @@ fn every_setting_reaches_the_program_that_reads_it() {
     assert!(!worker.contains_key("JOBREQUEST_KINDS"), "an empty list is every kind, not none");
     let controller = main_environment(&objects, "jobrequest-controller");
     assert!(!controller.contains_key("JOBREQUEST_DEFAULT_TTL_SECONDS"), "no default TTL unless it is set");
+}
+
+#[test]
+fn the_program_knows_every_variable_and_can_use_every_value() {
+    let program = env!("CARGO_BIN_EXE_jobrequest");
+    let directory = tempfile::tempdir().unwrap();
+    // What the Secrets hold, and a place that this machine has.
+    let meant = |name: &str, value: String| match name {
+        "JOBREQUEST_SMTP_URL" => "smtps://user:password@mail.example.com".to_owned(),
+        "JOBREQUEST_WEBHOOK_SECRET" => "sixteen letters and more".to_owned(),
+        "JOBREQUEST_DATABASE_DIRECT_URL" => "postgres://host/database".to_owned(),
+        "JOBREQUEST_OBJECT_STORE_URL" if value.starts_with("file:") => format!("file://{}", directory.path().display()),
+        _ => value,
+    };
+    let longest = [
+        r#"settings.leaseSeconds=86400"#,
+        r#"settings.pollSeconds=3600"#,
+        r#"settings.retryBaseSeconds=86400"#,
+        r#"settings.retentionSeconds=2147483647"#,
+        r#"settings.shutdownGraceSeconds=86400"#,
+        r#"controller.defaultTtlSeconds=2147483647"#,
+    ];
+    let sets = VALUE_SETS.map(|values| (values, &[][..])).into_iter().chain([("all", &longest[..])]);
+    for (values, sets) in sets {
+        let objects = render(values, sets);
+        for workload in workloads(&objects) {
+            let pod = &workload["spec"]["template"]["spec"];
+            for container in list(&pod["containers"]).chain(list(&pod["initContainers"])) {
+                let subcommand = container["args"][0].as_str().unwrap();
+                let help = text(&run(program, &[subcommand, "--help"], "").stdout);
+                let variables = environment(container);
+                for name in variables.keys().filter(|name| name.starts_with("JOBREQUEST_") || *name == "DATABASE_URL") {
+                    assert!(help.contains(&format!("[env: {name}]")), "{values}: {subcommand} doesn't know {name}");
+                }
+                // The database's URL is looked at last: who complains of that is content with all the rest.
+                let mut command = Command::new(program);
+                command.env_clear().args([subcommand, "--database-url", "none"]);
+                command.envs(variables.into_iter().map(|(name, value)| (name.clone(), meant(&name, value))));
+                let said = text(&command.output().unwrap().stderr);
+                assert!(said.starts_with("jobrequest: DATABASE_URL (--database-url) is not"), "{values}: {said}");
+            }
+        }
+    }
 }
 
 #[test]

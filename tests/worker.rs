@@ -376,6 +376,21 @@ async fn a_shutdown_lets_jobs_end_and_hands_the_rest_back_free_of_cost() {
     assert_eq!(short.runs(), 1, "a worker that ends claims nothing");
 }
 
+#[tokio::test]
+async fn a_shutdown_waits_no_longer_than_its_pod_for_what_can_not_be_taken_back_and_says_that_it_may_have_happened() {
+    let db = Database::new().await;
+    let queue = db.queue_with(|_| {});
+    let stage = Stage::new(Act::Commit);
+    let worker = Running::start(&queue, stage.registry(), |b| b.shutdown_grace(SECOND));
+    let id = enqueue(&queue, job()).await;
+    stage.until_started().await;
+    worker.ask();
+    let took = worker.end().await;
+    assert!(took < 15 * SECOND, "{took:?} is more than the chart gives a Pod beyond the grace");
+    assert_eq!((db.status(id).await.as_str(), attempts(&db, id).await), ("retrying", 1));
+    assert!(last_error(&db, id).await.starts_with("Interrupted: "), "{}", last_error(&db, id).await);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 3)]
 async fn an_executor_that_never_yields_keeps_its_slot_and_holds_up_nothing_else() {
     let db = Database::new().await;

@@ -133,7 +133,8 @@ struct PoolArgs {
     #[arg(long, env = "JOBREQUEST_POLL_SECONDS", hide_env_values = true, value_name = "SECONDS")]
     #[arg(default_value = "2", value_parser = values::poll)]
     poll_seconds: Duration,
-    /// How long a shutdown may take; what has not ended a little before that is stopped and handed back
+    /// How long a shutdown may take; what has not ended a little before that is stopped and handed back, and what can't
+    /// be taken back any more has 10 seconds more
     #[arg(long, env = "JOBREQUEST_SHUTDOWN_GRACE_SECONDS", hide_env_values = true, value_name = "SECONDS")]
     #[arg(default_value = "30", value_parser = values::grace)]
     shutdown_grace_seconds: Duration,

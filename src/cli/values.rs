@@ -5,6 +5,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use sqlx::postgres::PgConnectOptions;
+use tracing_subscriber::EnvFilter;
 
 /// How log lines look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -89,7 +90,11 @@ pub(super) fn log_filter(text: &str) -> Result<String, String> {
             return Err(format!("`{level}` is not a level: {}, or target=level, by commas", levels.join(", ")));
         }
     }
-    Ok(text.to_owned())
+    // What the log itself would refuse, such as a target in brackets that never close.
+    match EnvFilter::try_new(text) {
+        Ok(_) => Ok(text.to_owned()),
+        Err(_) => Err("is no list of levels and target=level".to_owned()),
+    }
 }
 
 /// Names separated by commas or blanks.
@@ -133,7 +138,7 @@ mod tests {
         for good in ["info", "warn,jobrequest=debug", "WARN", "sqlx::query=off, info"] {
             assert!(log_filter(good).is_ok(), "{good}");
         }
-        for bad in ["loud", "info,sqlx=", "jobrequest", "info;debug"] {
+        for bad in ["loud", "info,sqlx=", "jobrequest", "info;debug", "sqlx[{=info"] {
             assert!(log_filter(bad).is_err(), "{bad}");
         }
     }

@@ -132,17 +132,17 @@ fn parse_headers(given: BTreeMap<String, String>) -> Result<HeaderMap, PayloadEr
     for (name, value) in given {
         let name = HeaderName::from_bytes(name.as_bytes())
             .map_err(|_| PayloadError::new("headers", "has a name that is no HTTP header name"))?;
+        if name.as_str().len() > MAX_NAME_BYTES || value.len() > MAX_VALUE_BYTES {
+            let problem =
+                format!("must have a name of at most {MAX_NAME_BYTES} bytes and a value of {MAX_VALUE_BYTES}");
+            return Err(PayloadError::new("headers", problem));
+        }
         let field = || format!("headers.{name}");
         if is_reserved(name.as_str()) {
             return Err(PayloadError::new(field(), "is set by JobRequest or belongs to the connection"));
         }
         if !seen.insert(name.clone()) {
             return Err(PayloadError::new(field(), "is given twice in different case"));
-        }
-        if name.as_str().len() > MAX_NAME_BYTES || value.len() > MAX_VALUE_BYTES {
-            let problem =
-                format!("must have a name of at most {MAX_NAME_BYTES} bytes and a value of {MAX_VALUE_BYTES}");
-            return Err(PayloadError::new("headers", problem));
         }
         let value = HeaderValue::from_str(&value)
             .map_err(|_| PayloadError::new(field(), "must be printable, without line breaks"))?;

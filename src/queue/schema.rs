@@ -5,12 +5,16 @@ use std::time::Duration;
 use sqlx::migrate::{MigrateError, Migrator};
 use sqlx::postgres::PgConnectOptions;
 use sqlx::{ConnectOptions, Connection};
+use tokio::time::timeout;
 
 use super::Queue;
 use super::error::{Error, Result};
 
 /// A table of our own name: an application in the same database may use the same migration library.
 const TABLE: &str = "jobrequest_migrations";
+/// How long one try to connect may take: a host that swallows packets would hold it for minutes, one that takes the
+/// connection and says nothing for ever.
+const CONNECT: Duration = Duration::from_secs(10);
 
 fn migrator() -> Migrator {
     let mut migrator = sqlx::migrate!();
@@ -32,9 +36,11 @@ pub enum SchemaState {
 /// advisory lock on a connection that each opens for it and closes after, so a killed one holds nothing up.
 ///
 /// # Errors
-/// [`Error::Db`]; what has been applied stays, and a repeat goes on from there.
+/// [`Error::Db`], [`Error::Timeout`] when there was no way to connect within 10 s; what has been applied stays, and a
+/// repeat goes on from there.
 pub async fn migrate(database: &PgConnectOptions) -> Result<()> {
-    let mut connection = database.connect().await?;
+    let mut connection =
+        timeout(CONNECT, database.connect()).await.map_err(|_| Error::Timeout { seconds: CONNECT.as_secs() })??;
     // Never queue behind a long transaction with all of the application's queries behind us.
     sqlx::query("SET lock_timeout = '10s'").execute(&mut connection).await?;
     let migrator = migrator();

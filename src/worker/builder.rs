@@ -16,7 +16,8 @@ pub struct Settings {
     pub concurrency: usize,
     /// The longest wait before an idle worker looks for due jobs unasked.
     pub poll: Duration,
-    /// How long a shutdown may take. Attempts that have not ended a little before that are stopped and handed back.
+    /// How long a shutdown may take. Attempts that have not ended a little before that are stopped and handed back;
+    /// those past their point of no return have 10 s more.
     pub shutdown_grace: Duration,
     /// Claim these kinds only; all registered ones if there are none.
     pub kinds: Vec<String>,

@@ -44,7 +44,8 @@ pub(super) async fn claim_until(
                             shared.metrics.job_started(claim.job.kind(), claim.job.waited());
                             attempts.spawn(execute::run(shared.clone(), claim, slot));
                         }
-                        _ => hand_back_unstarted(shared, claim).await,
+                        // Beside the drain, whose end bounds how long it is tried.
+                        _ => drop(attempts.spawn(hand_back_unstarted(shared.clone(), claim))),
                     }
                 }
                 drop(free);
@@ -134,6 +135,6 @@ async fn renewed(shared: &Shared, jobs: Vec<ClaimedJob>) -> queue::Result<Vec<Cl
     Ok(jobs.into_iter().filter(is_renewed).map(|job| Claim { job, lease_until }).collect())
 }
 
-async fn hand_back_unstarted(shared: &Shared, Claim { job, lease_until }: Claim) {
-    complete::finish(shared, job, complete::Ending::hand_back(None), || lease_until).await;
+async fn hand_back_unstarted(shared: Arc<Shared>, Claim { job, lease_until }: Claim) {
+    complete::finish(&shared, job, complete::Ending::hand_back(None), || lease_until).await;
 }

@@ -189,10 +189,10 @@ fn what_now(now: Instant, orders: &Orders, limits: &Limits, committed: bool) -> 
     let lease = if lost { now } else { before_its_end };
     let ends = if committed {
         [
-            (hand_back.map(|order| order.give_up_at), Cut::LeaseOver),
-            (Some(limits.deadline + COMMITTED_GRACE), Cut::TimedOut),
-            (None, Cut::HandBack),
+            (None, Cut::LeaseOver),
             (None, Cut::Cancelled),
+            (hand_back.map(|order| order.give_up_at), Cut::HandBack),
+            (Some(limits.deadline + COMMITTED_GRACE), Cut::TimedOut),
         ]
     } else {
         [
@@ -305,7 +305,10 @@ mod tests {
         assert_eq!(what_now(now, &told, &limits(now), false), Step::GoOnUntil(now + SECOND));
         assert_eq!(what_now(now + SECOND, &told, &limits(now), false), Step::Cut(Cut::HandBack));
         assert_eq!(what_now(now + SECOND, &told, &limits(now), true), Step::GoOnUntil(now + 9 * SECOND));
-        assert_eq!(what_now(now + 9 * SECOND, &told, &limits(now), true), Step::Cut(Cut::LeaseOver));
+        assert_eq!(what_now(now + 9 * SECOND, &told, &limits(now), true), Step::Cut(Cut::HandBack));
+        let cut = |committed| judge(Ended::Cut(Cut::HandBack), &told, committed, HOUR);
+        assert_eq!(cut(false), Ending::hand_back(None));
+        assert_eq!(cause(&cut(true)), Some(Cause::Passing), "its effect may have happened: not free");
     }
 
     #[tokio::test]

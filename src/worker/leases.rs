@@ -20,7 +20,11 @@ pub(super) async fn keep(shared: Arc<Shared>, beat: Beat, end: CancellationToken
     let mut pause = lease / 3;
     while end.run_until_cancelled(sleep(pause)).await.is_some() {
         beat.beat();
-        pause = if renew(&shared).await { lease / 3 } else { (lease / 12).min(Duration::from_secs(2)) };
+        pause = match end.run_until_cancelled(renew(&shared)).await {
+            None => return,
+            Some(true) => lease / 3,
+            Some(false) => (lease / 12).min(Duration::from_secs(2)),
+        };
     }
 }
 

@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use sqlx::postgres::PgConnectOptions;
 use tokio::sync::Semaphore;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -111,10 +111,15 @@ struct Shared {
 /// A shutdown stops attempts this share of the grace period before its end, within bounds.
 const MARGIN_SHARE: u32 = 5;
 const MARGIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(5));
+/// How much longer than the grace period an attempt past its point of no return has, and then the write of its end.
+/// Together less than what the chart gives a Pod beyond the grace.
+const COMMITTED_EXTRA: Duration = Duration::from_secs(10);
+const LAST_WRITE: Duration = Duration::from_secs(2);
 
 impl Worker {
     /// Works until the shutdown, then drains: claims no more, lets attempts end while the grace period lasts, stops
-    /// the rest and hands their jobs back. A database that is away is waited for; nothing ends this early.
+    /// the rest and hands their jobs back. Attempts past their point of no return have 10 s more. A database that is
+    /// away is waited for; nothing ends this early.
     pub async fn run(self, shutdown: CancellationToken) {
         let Self { queue, registry, kinds, settings, direct, health, metrics } = self;
         let channels = [Channel::Ready, Channel::Cancel];
@@ -143,9 +148,15 @@ impl Worker {
         let slots = Arc::new(Semaphore::new(shared.settings.concurrency));
         let (name, slots_total) = (&shared.settings.name, shared.settings.concurrency);
         tracing::info!(worker = name, slots = slots_total, kinds = shared.kinds.join(","), "the worker starts");
-        claim::claim_until(&shutdown, &shared, &slots, &attempts, &beats.claim).await;
+        // The grace period counts from the shutdown, not from when a claim that was on its way has come back.
+        let asked = async {
+            shutdown.cancelled().await;
+            Instant::now()
+        };
+        let claiming = claim::claim_until(&shutdown, &shared, &slots, &attempts, &beats.claim);
+        let (asked, ()) = tokio::join!(asked, claiming);
         beats.claim.end();
-        drain(&shared, &attempts).await;
+        drain(&shared, &attempts, asked).await;
 
         beats.heartbeat.end();
         beats.rescue.end();
@@ -173,7 +184,7 @@ impl Beats {
 }
 
 /// Lets the attempts under way end. Their leases are renewed meanwhile.
-async fn drain(shared: &Shared, attempts: &TaskTracker) {
+async fn drain(shared: &Shared, attempts: &TaskTracker, asked: Instant) {
     attempts.close();
     let grace = shared.settings.shutdown_grace;
     let margin = (grace / MARGIN_SHARE).clamp(MARGIN.0, MARGIN.1);
@@ -181,12 +192,14 @@ async fn drain(shared: &Shared, attempts: &TaskTracker) {
     if waiting > 0 {
         tracing::info!(attempts = waiting, seconds = grace.as_secs(), "draining");
     }
-    if timeout(grace.saturating_sub(margin), attempts.wait()).await.is_err() {
+    let end = asked + grace;
+    if timeout_at(end.checked_sub(margin).unwrap_or(asked), attempts.wait()).await.is_err() {
         let now = Instant::now();
-        shared.running.hand_back(HandBack { cut_at: now + margin / 2, give_up_at: now + shared.lease });
-        // An effect past its point of no return may end, but not outlive the lease that it could renew no longer.
-        let rest = if shared.running.any_committed() { shared.lease.max(margin) } else { margin };
-        if timeout(rest, attempts.wait()).await.is_err() {
+        let give_up_at = end.max(now) + COMMITTED_EXTRA;
+        shared.running.hand_back(HandBack { cut_at: now + margin / 2, give_up_at });
+        let all_ended = timeout(margin, attempts.wait()).await.is_ok()
+            || (shared.running.any_committed() && timeout_at(give_up_at + LAST_WRITE, attempts.wait()).await.is_ok());
+        if !all_ended {
             tracing::warn!(attempts = attempts.len(), "ended with attempts under way: the rescue takes their jobs");
             return;
         }

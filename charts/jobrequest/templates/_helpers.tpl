@@ -124,7 +124,6 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- with .Values.settings }}
 - {name: JOBREQUEST_INSTALL, value: {{ .install | quote }}}
 - {name: JOBREQUEST_LEASE_SECONDS, value: {{ .leaseSeconds | int64 | quote }}}
-- {name: JOBREQUEST_POLL_SECONDS, value: {{ .pollSeconds | int64 | quote }}}
 - {name: JOBREQUEST_RETRY_BASE_SECONDS, value: {{ .retryBaseSeconds | int64 | quote }}}
 - {name: JOBREQUEST_RETRY_CAP_SECONDS, value: {{ .retryCapSeconds | int64 | quote }}}
 - {name: JOBREQUEST_RETENTION_SECONDS, value: {{ .retentionSeconds | int64 | quote }}}
@@ -151,6 +150,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- /* A pool gets no secret of a kind that it doesn't run. Give (dict "root" $ "pool" <the pool with its defaults>). */ -}}
 {{- define "jobrequest.env.worker" -}}
 {{ include "jobrequest.env.common" .root }}
+- {name: JOBREQUEST_POLL_SECONDS, value: {{ .root.Values.settings.pollSeconds | int64 | quote }}}
 - {name: JOBREQUEST_CONCURRENCY, value: {{ .pool.concurrency | int64 | quote }}}
 {{- with .pool.kinds }}
 - {name: JOBREQUEST_KINDS, value: {{ join "," . | quote }}}
@@ -296,6 +296,9 @@ spec:
 {{- define "jobrequest.validate" -}}
 {{- if not .Values.database.existingSecret }}
 {{- fail (printf "\n\ndatabase.existingSecret isn't set: name a Secret in namespace %s that holds the Postgres URL. For example:\n  kubectl --namespace %s create secret generic jobrequest-db --from-literal=%s=postgres://user:password@host/database\n  helm ... --set database.existingSecret=jobrequest-db\n" .Release.Namespace .Release.Namespace .Values.database.urlKey) }}
+{{- end }}
+{{- if and .Values.smtp.existingSecret (not .Values.smtp.from) }}
+{{- fail "\n\nsmtp.from isn't set: every mail needs a sender, and the workers don't start without one. For example:\n  --set smtp.from=jobs@example.com\n" }}
 {{- end }}
 {{- if and .Values.objectStore.url .Values.objectStore.existingClaim }}
 {{- fail "\n\nobjectStore.url and objectStore.existingClaim are both set: pictures go to one place, so set one of them.\n" }}

@@ -45,8 +45,9 @@ impl SmtpSettings {
             Some(host) => host.to_string(),
             None => return Err(wrong("names no host")),
         };
-        if let Some((key, _)) = url.query_pairs().find(|(key, _)| key != "tls") {
-            return Err(wrong(format!("has an unknown parameter `{key}`; only `tls` is known")));
+        if url.query_pairs().any(|(key, _)| key != "tls") {
+            // Not which: a password with a question mark in it reads as one.
+            return Err(wrong("has an unknown parameter; only `tls` is known"));
         }
         let wanted = url.query_pairs().find(|(key, _)| key == "tls").map(|(_, value)| value.into_owned());
         let (tls, default_port) = match (url.scheme(), wanted.as_deref()) {

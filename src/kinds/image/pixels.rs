@@ -186,13 +186,23 @@ fn scale(picture: DynamicImage, (width, height): (u32, u32), crop: Crop) -> Resu
         DynamicImage::ImageRgb8(_) => PixelType::U8x3,
         _ => PixelType::U8x4,
     };
-    let from = ImageRef::new(picture.width(), picture.height(), picture.as_bytes(), pixel).map_err(|_| failed())?;
-    let mut into = Image::new(width, height, pixel);
-    let options = ResizeOptions::new()
-        .resize_alg(ResizeAlg::Convolution(FilterType::Lanczos3))
-        .crop(crop.0, crop.1, crop.2, crop.3);
-    Resizer::new().resize(&from, &mut into, &options).map_err(|_| failed())?;
-    let pixels = into.into_vec();
+    let resized = |source: &[u8], size: (u32, u32), crop: Crop, target: (u32, u32)| {
+        let from = ImageRef::new(size.0, size.1, source, pixel).map_err(|_| failed())?;
+        let mut into = Image::new(target.0, target.1, pixel);
+        let options = ResizeOptions::new()
+            .resize_alg(ResizeAlg::Convolution(FilterType::Lanczos3))
+            .crop(crop.0, crop.1, crop.2, crop.3);
+        Resizer::new().resize(&from, &mut into, &options).map_err(|_| failed())?;
+        Ok::<_, Failure>(into.into_vec())
+    };
+    let (size, (left, top, crop_width, crop_height)) = ((picture.width(), picture.height()), crop);
+    let pixels = if columns_first(crop_width, (width, height)) {
+        let narrow = (width, size.1);
+        let step = resized(picture.as_bytes(), size, (left, 0.0, crop_width, f64::from(size.1)), narrow)?;
+        resized(&step, narrow, (0.0, top, f64::from(width), crop_height), (width, height))?
+    } else {
+        resized(picture.as_bytes(), size, crop, (width, height))?
+    };
     match picture {
         DynamicImage::ImageLuma8(_) => GrayImage::from_raw(width, height, pixels).map(Into::into),
         DynamicImage::ImageLumaA8(_) => GrayAlphaImage::from_raw(width, height, pixels).map(Into::into),
@@ -200,6 +210,12 @@ fn scale(picture: DynamicImage, (width, height): (u32, u32), crop: Crop) -> Resu
         _ => RgbaImage::from_raw(width, height, pixels).map(Into::into),
     }
     .ok_or_else(failed)
+}
+
+/// The resizer works on rows first: between its two passes it holds the source's width times the result's height, which
+/// of a wide source and a tall result is many times either. Columns first is then never more than the larger of the two.
+fn columns_first(crop_width: f64, (_, height): (u32, u32)) -> bool {
+    crop_width * f64::from(height) > MAX_SOURCE_PIXELS as f64
 }
 
 /// 16 bits and floats become 8 bits, rounded; the number of channels stays.

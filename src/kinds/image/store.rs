@@ -11,11 +11,13 @@ use object_store::path::Path;
 use object_store::{Attribute, Attributes, ObjectStore, ObjectStoreExt, PutOptions};
 use url::Url;
 
+use crate::kinds::egress::root_cause;
 use crate::kinds::payload::PayloadError;
 use crate::kinds::{Failure, NO_NAMESPACE, SettingsError};
 
 /// The longest name in common file systems.
 const MAX_SEGMENT_BYTES: usize = 200;
+const MAX_KEY_BYTES: usize = 900;
 
 /// The store and the place in it (`JOBREQUEST_OBJECT_STORE_URL`).
 #[derive(Clone)]
@@ -37,6 +39,18 @@ impl ObjectStoreSettings {
         let wrong = |problem: String| SettingsError::new(format!("the object store URL {problem}"));
         let mut root = Url::parse(url)
             .map_err(|_| wrong("is not a URL such as s3://bucket/prefix or file:///directory".to_owned()))?;
+        if !root.username().is_empty()
+            || root.password().is_some()
+            || root.query().is_some()
+            || root.fragment().is_some()
+        {
+            // Results name the object by this URL.
+            return Err(wrong(
+                "holds more than a bucket and a prefix; credentials and settings go into the store's own variables \
+                 (AWS_…, GOOGLE_…, AZURE_…)"
+                    .to_owned(),
+            ));
+        }
         if root.scheme() == "file" {
             let directory = root.to_file_path().map_err(|()| wrong("names no local directory".to_owned()))?;
             let made = std::fs::create_dir_all(&directory);
@@ -134,9 +148,10 @@ impl std::fmt::Debug for ObjectStoreSettings {
     }
 }
 
-/// The store's own words can hold addresses and requests, so they stay in the log.
+/// The store's own words can hold addresses and requests, so they stay in the log: the innermost ones, since those
+/// around it name the object, and that is the payload's.
 fn unavailable(doing: &str, error: &object_store::Error) -> Failure {
-    tracing::warn!(%error, doing, "object store failed");
+    tracing::warn!(error = root_cause(error), doing, "object store failed");
     Failure::passing(
         "StoreUnavailable",
         format!("the object store could not {doing} the picture; see the worker's log"),
@@ -147,6 +162,10 @@ fn unavailable(doing: &str, error: &object_store::Error) -> Failure {
 pub(super) fn parse_key(text: &str) -> Result<Path, PayloadError> {
     let wrong = |problem: &str| Err(PayloadError::new("destination", problem));
     let plain = |c: char| c.is_alphanumeric() || matches!(c, '.' | '_' | '-' | '+' | '=' | '@' | ',' | ' ' | '(' | ')');
+    // S3 takes 1024 with the prefix and the namespace.
+    if text.len() > MAX_KEY_BYTES {
+        return wrong("must be at most 900 bytes");
+    }
     for segment in text.split('/') {
         if matches!(segment, "" | "." | "..") {
             return wrong("must be a relative key such as thumbs/42.png, no part of it empty, . or ..");

@@ -56,12 +56,19 @@ const STARTERS: &[&str] = &[
     "how",
     "why",
 ];
+/// `(12.)`, in bytes, with room for a bracket more.
+const LONGEST_LABEL: usize = 6;
+/// Brackets, quotes and spaces after a full stop.
+const MOST_SIGNS: usize = 32;
+/// In bytes.
+const LONGEST_ABBREVIATION: usize = 64;
 /// A line at least this wide was probably wrapped, a shorter one ended on purpose. Columns; wide letters take two.
 const WRAPPED_COLUMNS: usize = 45;
 
 /// The sentences of a text in their order, white space within them made single. No text is lost but white space.
 pub(super) fn split(text: &str) -> Vec<String> {
-    paragraphs(text).iter().flat_map(|paragraph| split_paragraph(paragraph)).collect()
+    let paragraphs = paragraphs(text);
+    paragraphs.iter().flat_map(|paragraph| readable(paragraph)).flat_map(split_paragraph).collect()
 }
 
 /// Words by UAX 29. Text without a letter or digit counts by its visible characters, so that nothing is free.
@@ -140,9 +147,33 @@ fn is_list_item(line: &str) -> bool {
 
 /// `1.`, `12)`, `a.`, `(b)`
 fn is_label(text: &str) -> bool {
+    // Any number of brackets would be looked at again for each sentence bound after them.
+    if text.len() > LONGEST_LABEL {
+        return false;
+    }
     let Some(inner) = text.strip_suffix(['.', ')']).map(|inner| inner.trim_start_matches('(')) else { return false };
     let number = !inner.is_empty() && inner.len() <= 3 && inner.bytes().all(|b| b.is_ascii_digit());
     number || (inner.len() == 1 && inner.bytes().all(|b| b.is_ascii_lowercase()))
+}
+
+/// The paragraph in one part, unless more signs follow a full stop than any writing has: the search for sentence bounds
+/// reads all that follows anew at each of them.
+fn readable(paragraph: &str) -> Vec<&str> {
+    let mut parts = Vec::new();
+    let (mut start, mut signs) = (0, None);
+    for (at, cluster) in paragraph.grapheme_indices(true) {
+        signs = match cluster.chars().next() {
+            Some('.' | '\u{2024}' | '\u{fe52}' | '\u{ff0e}') => Some(0),
+            Some(c) if c.is_alphanumeric() => None,
+            _ => signs.map(|signs: usize| signs + 1),
+        };
+        if signs.is_some_and(|signs| signs > MOST_SIGNS) {
+            parts.push(&paragraph[start..at]);
+            (start, signs) = (at, None);
+        }
+    }
+    parts.push(&paragraph[start..]);
+    parts
 }
 
 fn split_paragraph(paragraph: &str) -> Vec<String> {
@@ -171,7 +202,12 @@ fn ends_sentence(before: &str, next: &str) -> bool {
         return false;
     }
     let Some(stem) = before.strip_suffix('.') else { return true };
-    let word = stem.rsplit(|c: char| c.is_whitespace() || matches!(c, '(' | '"' | '“' | '[')).next().unwrap_or(stem);
+    // No abbreviation is longer, and a text without spaces would be looked at again from its start for each full stop.
+    let tail = &stem[stem.ceil_char_boundary(stem.len().saturating_sub(LONGEST_ABBREVIATION))..];
+    let word = tail.rsplit(|c: char| c.is_whitespace() || matches!(c, '(' | '"' | '“' | '[')).next().unwrap_or(tail);
+    if word.len() == tail.len() && tail.len() < stem.len() {
+        return true;
+    }
     let lower = word.to_lowercase();
     let next_word = opened.split(|c: char| !c.is_alphanumeric()).next().unwrap_or_default().to_lowercase();
     if TITLES.contains(&lower.as_str()) {

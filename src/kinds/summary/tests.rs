@@ -157,7 +157,22 @@ fn a_blank_text_and_a_limit_of_none_are_refused() {
 fn a_text_of_300_kib_takes_less_than_2_seconds_whatever_its_shape() {
     let varied: String =
         (0..50_000_u64).map(|n| format!("w{}{}", n * n * 7919 % 4999, if n % 20 == 0 { ". W" } else { " " })).collect();
-    for text in [varied, "word ".repeat(60_000), "a. B! ".repeat(50_000), "文。".repeat(50_000)] {
+    let bracketed = "(".repeat(150_000) + &"B. ".repeat(50_000);
+    let closed = "a.".to_owned() + &")".repeat(300_000);
+    let marked = "a.".to_owned() + &")\u{93e}".repeat(80_000);
+    let spaceless = "A.文.".repeat(60_000);
+    let numbers = "a.) 1 ".repeat(50_000);
+    for text in [
+        varied,
+        "word ".repeat(60_000),
+        "a. B! ".repeat(50_000),
+        "文。".repeat(50_000),
+        bracketed,
+        spaceless,
+        numbers,
+        closed,
+        marked,
+    ] {
         let started = std::time::Instant::now();
         summary(&text, 100);
         assert!(started.elapsed() < std::time::Duration::from_secs(2), "{:?}", started.elapsed());

@@ -36,6 +36,10 @@ fn a_bad_payload_names_its_field_and_shows_no_value() {
             "payload.method: must be one of POST, PUT, PATCH",
         ),
         (with_headers(json!({"X-A": "se\r\ncret: x"})), "payload.headers.x-a: must be printable, without line breaks"),
+        (
+            with_headers(json!({("proxy-".to_owned() + &"a".repeat(123)): "x"})),
+            "payload.headers: must have a name of at most 128 bytes and a value of 4096",
+        ),
         (with_headers(json!({"X A": "secret"})), "payload.headers: has a name that is no HTTP header name"),
         (with_headers(json!({"X\r\nB": "secret"})), "payload.headers: has a name that is no HTTP header name"),
         (with_headers(json!({"X-A": "1", "x-a": "2"})), "payload.headers.x-a: is given twice in different case"),
