@@ -5,7 +5,7 @@ use kube::ResourceExt;
 use serde_json::json;
 
 use super::api_proxy::Call;
-use super::site::{Site, attempts, job_id, with};
+use super::site::{PROMPTLY, Site, attempts, job_id, with};
 use super::wait::{PATIENCE, until_true};
 
 /// Long enough for a busy machine, short enough to be waited for.
@@ -85,6 +85,35 @@ async fn a_controller_killed_at_any_of_its_writes_comes_to_the_same_end() {
         }
     }
     assert_eq!(site.count_rows().await, 6);
+}
+
+/// The row is cancelled, and the finalizer's removal is the write: before it is sent and after it has taken effect.
+#[tokio::test]
+async fn a_controller_killed_while_it_cancels_comes_to_the_same_end() {
+    let site = Site::new().await;
+    let later = json!({"runAt": "2099-01-01T00:00:00Z"});
+    for name in ["unsent", "sent"] {
+        let mut controller = site.controller().start().await;
+        site.create(name, with(site.hook("/ok"), later.clone())).await;
+        let id = job_id(&site.until_phase(name, Phase::Queued).await);
+        let is_about = move |call: &Call| call.is_write() && call.is_about(name);
+        if name == "sent" {
+            site.proxy.hold_replies(is_about)
+        } else {
+            site.proxy.hold(is_about)
+        }
+        site.delete(name).await;
+        site.proxy.until_holding().await;
+        assert_eq!(site.row(id).await.status, "cancelled", "the row ends before the finalizer goes");
+        controller.kill();
+        site.proxy.until_abandoned().await;
+        site.proxy.pass();
+        assert_eq!(site.get(name).await.is_some(), name == "unsent");
+
+        let _controller = site.controller().start().await;
+        site.until_gone(name, PROMPTLY).await;
+        assert_eq!(site.row(id).await.status, "cancelled");
+    }
 }
 
 #[tokio::test]

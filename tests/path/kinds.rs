@@ -5,8 +5,10 @@ use std::process::Command;
 
 use image::{DynamicImage, ImageFormat, RgbImage};
 use jobrequest::api::Phase;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ManagedFieldsEntry;
+use kube::ResourceExt;
 use kube::config::AuthInfo;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::api_proxy::ApiProxy;
 use super::site::{PROMPTLY, Setup, Site, attempts, condition, config, job_id, run, with};
@@ -60,6 +62,15 @@ pub fn example(site: &Site, kind: &str) -> String {
         .replace("https://hooks.example.com/orders", &site.sink.url("/ok"))
 }
 
+/// The fields of an entry: the first level, and of `metadata` the second.
+fn written_fields(entry: &ManagedFieldsEntry) -> Vec<String> {
+    let fields = serde_json::to_value(&entry.fields_v1).unwrap();
+    let names = |value: &Value| value.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+    let metadata = fields.get("f:metadata").map(names).unwrap_or_default();
+    let top = names(&fields).into_iter().filter(|name| name != "f:metadata");
+    top.chain(metadata.iter().map(|name| format!("f:metadata.{name}"))).collect()
+}
+
 #[tokio::test]
 async fn every_example_succeeds_with_no_more_than_the_charts_rights() {
     let site = Site::serving(png(1200, 800)).await;
@@ -79,7 +90,7 @@ async fn every_example_succeeds_with_no_more_than_the_charts_rights() {
     );
     let hits = site.sink.hits();
     let hook = hits.iter().find(|hit| hit.target == "/ok").unwrap();
-    assert_eq!(serde_json::from_slice::<serde_json::Value>(&hook.body).unwrap()["order"], 42);
+    assert_eq!(serde_json::from_slice::<Value>(&hook.body).unwrap()["order"], 42);
     assert!(hook.header("webhook-signature").starts_with("v1,"), "{:?}", hook.headers);
     let hook_id = job_id(&site.get("order-42-paid").await.unwrap()).to_string();
     assert!(hook.header("webhook-id").contains(&hook_id), "{:?}", hook.headers);
@@ -105,6 +116,13 @@ async fn every_example_succeeds_with_no_more_than_the_charts_rights() {
     let failed =
         site.kubectl(&["get", "jr", "--field-selector", "spec.kind=send_email,status.phase=Succeeded"], "").await;
     assert_eq!(failed.lines().count(), 2, "{failed}");
+
+    for object in site.all().await {
+        let ours = |entry: &&ManagedFieldsEntry| entry.manager.as_deref() == Some("jobrequest-controller");
+        let written: Vec<String> = object.managed_fields().iter().filter(ours).flat_map(written_fields).collect();
+        let expected = |field: &String| field == "f:status" || field == "f:metadata.f:finalizers";
+        assert!(!written.is_empty() && written.iter().all(expected), "{written:?}");
+    }
 
     // The rest of what a controller does: a cancel, and the end.
     site.create("waiting", with(site.hook("/ok"), json!({"runAt": "2099-01-01T00:00:00Z"}))).await;

@@ -29,7 +29,7 @@ async fn nothing_is_lost_or_run_twice_when_postgres_is_away_for_20_seconds() {
     let controller = site.controller().start().await;
     let workers = [site.worker().start().await, site.worker().start().await];
     let (running, ending) = (names("running", 5), names("ending", 5));
-    let (waiting, doomed) = (names("waiting", 10), names("doomed", 10));
+    let (waiting, doomed) = (names("waiting", 10), names("doomed", 20));
     for name in running.iter().chain(&ending) {
         site.create(name, site.hook(&format!("/gate/{name}"))).await;
     }
@@ -51,7 +51,7 @@ async fn nothing_is_lost_or_run_twice_when_postgres_is_away_for_20_seconds() {
     site.stores.run("down", &["postgres"]).await;
     let (began, calls_before) = (Instant::now(), site.proxy.calls().len());
     ending.iter().for_each(|name| site.sink.open(name));
-    let applied = names("applied", 10);
+    let applied = names("applied", 20);
     for name in &applied {
         site.create(name, site.hook(&format!("/ok?{name}"))).await;
     }
@@ -113,7 +113,7 @@ async fn nothing_is_lost_or_run_twice_when_postgres_is_away_for_20_seconds() {
     for program in workers.iter().chain([&controller]) {
         program.until("/readyz", 200).await;
     }
-    assert_eq!(site.count_rows().await, 5 + 5 + 10 + 10 + 2 + 10);
+    assert_eq!(site.count_rows().await, 5 + 5 + 10 + 20 + 2 + 20);
 }
 
 #[tokio::test]

@@ -1,10 +1,14 @@
 //! Resources over time: edited, replaced, stripped, with rows that vanish.
 
+use std::collections::BTreeMap;
+use std::pin::pin;
 use std::time::Duration;
 
-use jobrequest::api::{FINALIZER, Phase};
+use futures::StreamExt;
+use jobrequest::api::{FINALIZER, JobRequest, Phase};
 use kube::ResourceExt;
 use kube::api::{DeleteParams, Patch, PatchParams};
+use kube::runtime::{WatchStreamExt, watcher};
 use serde_json::{Value, json};
 
 use super::site::{PROMPTLY, Site, attempts, job_id, phase, with};
@@ -43,6 +47,54 @@ async fn an_edit_reaches_a_job_that_waits() {
     assert_eq!(site.sink.count("/ok?held"), 0);
     site.patch("held", json!({"spec": {"suspend": false}})).await;
     site.until_phase("held", Phase::Succeeded).await;
+}
+
+/// Where a job is in its life: never less than before.
+fn progress(object: &JobRequest) -> (i32, u8) {
+    let step = match phase(object) {
+        None | Some(Phase::Queued) => 0,
+        Some(Phase::Running) => 1,
+        Some(Phase::Retrying) => 2,
+        Some(_) => 3,
+    };
+    (attempts(object).unwrap_or(0), step)
+}
+
+#[tokio::test]
+async fn a_status_never_goes_back_though_the_resource_changes_all_the_time() {
+    let site = Site::new().await;
+    let (_controller, _worker) =
+        (site.controller().start().await, site.worker().set("JOBREQUEST_RETRY_BASE_SECONDS", 0.3).start().await);
+    let names: Vec<_> = (0..4).map(|n| format!("a-{n}")).collect();
+    for name in &names {
+        site.create(name, with(site.hook(&format!("/gate/{name}?code=503")), json!({"maxAttempts": 3}))).await;
+    }
+    let mut seen: BTreeMap<String, Vec<(i32, u8)>> = BTreeMap::new();
+    let mut events = watcher(site.jobs.clone(), watcher::Config::default()).applied_objects().boxed();
+    let churn = async {
+        for n in 0.. {
+            for name in &names {
+                site.patch(name, json!({"metadata": {"annotations": {"n": n.to_string()}}})).await;
+            }
+            if n == 20 {
+                names.iter().for_each(|name| site.sink.open(name));
+            }
+        }
+    };
+    let watch = async {
+        while let Some(object) = events.next().await {
+            let object = object.unwrap();
+            seen.entry(object.name_any()).or_default().push(progress(&object));
+            if seen.len() == names.len() && seen.values().all(|all| all.last() == Some(&(3, 3))) {
+                return;
+            }
+        }
+    };
+    tokio::time::timeout(PATIENCE, futures::future::select(pin!(watch), pin!(churn))).await.expect("all end");
+    for (name, all) in seen {
+        assert!(all.is_sorted(), "{name} went back: {all:?}");
+        assert!(all.contains(&(1, 1)) && all.contains(&(2, 2)), "{name} was not followed: {all:?}");
+    }
 }
 
 #[tokio::test]
