@@ -26,11 +26,17 @@ async fn a_waiting_job_is_cancelled_with_its_resource() {
 #[tokio::test]
 async fn a_running_job_is_stopped_and_its_resource_goes_when_the_row_has_ended() {
     let site = Site::new().await;
-    let (_controller, _worker) = (site.controller().start().await, site.worker().start().await);
+    let (_controller, worker) = (site.controller().start().await, site.worker().start().await);
     site.create("a", site.hook("/gate/a")).await;
     site.until_hits("/gate/a", 1).await;
     let id = job_id(&site.until_phase("a", Phase::Running).await);
+    // As long as the worker does not answer, the resource stays.
+    worker.signal("STOP");
     site.delete("a").await;
+    site.until_condition("a", "Ready", "False", "Cancelling").await;
+    let row = site.row(id).await;
+    assert_eq!((row.status.as_str(), row.cancel_requested), ("running", true));
+    worker.signal("CONT");
     site.until_gone("a", PROMPTLY).await;
     assert_eq!(site.row(id).await.status, "cancelled", "the row ends before the resource goes");
     until_true("the executor has stopped", PROMPTLY, async || site.sink.was_abandoned("/gate/a")).await;
