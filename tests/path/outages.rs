@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use super::api_proxy::{self, ApiProxy, Call};
 use super::program::free_address;
-use super::site::{PROMPTLY, Site, attempts, condition, config, job_id, phase, with};
+use super::site::{PROMPTLY, Setup, Site, attempts, condition, config, job_id, phase, with};
 use super::stores::Stores;
 use super::wait::{PATIENCE, until, until_true};
 
@@ -26,8 +26,10 @@ fn names(prefix: &str, count: usize) -> Vec<String> {
 #[tokio::test]
 async fn nothing_is_lost_or_run_twice_when_postgres_is_away_for_20_seconds() {
     let site = Site::on(Stores::own(&["postgres"]).await).await;
-    let controller = site.controller().start().await;
-    let workers = [site.worker().start().await, site.worker().start().await];
+    // So that no lease ends: a busy machine takes its time to bring Postgres back.
+    let long = |program: Setup| program.set("JOBREQUEST_LEASE_SECONDS", 120);
+    let controller = long(site.controller()).start().await;
+    let workers = [long(site.worker()).start().await, long(site.worker()).start().await];
     let (running, ending) = (names("running", 5), names("ending", 5));
     let (waiting, doomed) = (names("waiting", 10), names("doomed", 20));
     for name in running.iter().chain(&ending) {
