@@ -47,9 +47,10 @@ impl BackOff {
         self.entries().get(&uid).is_some_and(|failing| failing.until > Instant::now())
     }
 
-    /// What they waited for is there again: everybody may try at once.
-    pub(super) fn release_all(&self) -> Vec<ResourceRef> {
-        self.entries().drain().map(|(_, failing)| failing.resource).collect()
+    /// What these waited for is there again: they may try at once.
+    pub(super) fn release(&self, which: impl Fn(&ResourceRef) -> bool) -> Vec<ResourceRef> {
+        let mut entries = self.entries();
+        entries.extract_if(|_, failing| which(&failing.resource)).map(|(_, failing)| failing.resource).collect()
     }
 }
 
@@ -71,6 +72,6 @@ mod tests {
         back_off.reset(Uuid::from_u128(1));
         assert!(!back_off.is_waiting(Uuid::from_u128(1)));
         assert_eq!(back_off.failed(resource(1)).0, 1);
-        assert_eq!(back_off.release_all().len(), 2);
+        assert_eq!(back_off.release(|resource| resource.name == "2").len(), 1);
     }
 }

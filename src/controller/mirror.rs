@@ -61,7 +61,8 @@ impl Trigger {
 
 /// Passes over due rows until dropped.
 pub(super) async fn run(context: Arc<Context>, trigger: Trigger, listener: Listener, part: Part, beat: Beat) {
-    let (mut pause, mut served) = (POLL, false);
+    let mut pause = POLL;
+    let mut answered = vec![false; trigger.watches.len()];
     loop {
         match pass(&context, &trigger, &beat).await {
             Ok(()) => {
@@ -82,11 +83,14 @@ pub(super) async fn run(context: Arc<Context>, trigger: Trigger, listener: Liste
             () = listener.woken(Channel::Changed) => {}
             () = tokio::time::sleep(pause) => {}
         }
-        let now = context.kubernetes.is_ready();
-        if now && !std::mem::replace(&mut served, now) {
-            context.back_off.release_all().iter().for_each(|resource| trigger.send(resource, &context.due));
+        for (watch, before) in trigger.watches.iter().zip(&mut answered) {
+            let now = watch.answers();
+            if now && !std::mem::replace(before, now) {
+                let released = context.back_off.release(|resource| watch.covers(&resource.namespace));
+                released.iter().for_each(|resource| trigger.send(resource, &context.due));
+            }
+            *before = now;
         }
-        served = now;
     }
 }
 
@@ -101,10 +105,9 @@ async fn pass(context: &Context, trigger: &Trigger, beat: &Beat) -> Result<(), P
         beat.beat();
         let (resources, next) = context.queue.due(after, PAGE).await?;
         // Without an API server a try is in vain; one that failed has its own time for the next.
-        let due = resources.iter().filter(|resource| !context.back_off.is_waiting(resource.uid));
-        if context.kubernetes.is_ready() {
-            due.for_each(|resource| trigger.send(resource, &context.due));
-        }
+        let answers = |resource: &&ResourceRef| trigger.watch_over(resource).is_some_and(Watch::answers);
+        let due = resources.iter().filter(answers).filter(|resource| !context.back_off.is_waiting(resource.uid));
+        due.for_each(|resource| trigger.send(resource, &context.due));
         match next {
             Some(_) => after = next,
             None => return Ok(()),

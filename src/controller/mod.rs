@@ -29,7 +29,7 @@ use kube::runtime::controller::{Action, Config, Controller};
 use sqlx::postgres::PgConnectOptions;
 use tokio_util::sync::CancellationToken;
 
-use crate::admin::{Health, Metrics, Part};
+use crate::admin::{Health, Metrics};
 use crate::api::JobRequest;
 use crate::queue::{self, Channel, Listener, Queue};
 use crate::text;
@@ -103,7 +103,6 @@ struct Context {
     young: young::Young,
     back_off: back_off::BackOff,
     metrics: Metrics,
-    kubernetes: Part,
     default_ttl: Option<Duration>,
 }
 
@@ -130,7 +129,6 @@ pub async fn run(
         young: young::Young::default(),
         back_off: back_off::BackOff::default(),
         metrics,
-        kubernetes: kubernetes.clone(),
         default_ttl,
     });
     let (watches, streams) = watch::start(&client, &watch_namespaces, &kubernetes);

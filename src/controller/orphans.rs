@@ -11,7 +11,7 @@ use std::time::Duration;
 use kube::{Api, ResourceExt};
 use uuid::Uuid;
 
-use super::{Context, Result, mirror::Trigger, patch};
+use super::{Context, Result, mirror::Trigger, patch, watch::Watch};
 use crate::api::JobRequest;
 use crate::queue::ResourceRef;
 
@@ -24,7 +24,7 @@ pub(super) async fn run(context: Arc<Context>, trigger: Trigger) {
     let mut missing = HashSet::new();
     loop {
         tokio::time::sleep(PERIOD).await;
-        if !context.gate.is_open() || !context.kubernetes.is_ready() {
+        if !context.gate.is_open() {
             missing.clear();
             continue;
         }
@@ -45,8 +45,7 @@ async fn look(context: &Context, trigger: &Trigger, before: &HashSet<Uuid>) -> R
     loop {
         let page = context.queue.holders_of_live_rows(after, PAGE).await?;
         for resource in &page {
-            // Only what a complete list has not shown counts as missing.
-            let Some(watch) = trigger.watch_over(resource).filter(|watch| watch.is_complete()) else { continue };
+            let Some(watch) = trusted(trigger, resource) else { continue };
             if watch.knows(resource) {
                 continue;
             }
@@ -67,7 +66,7 @@ async fn look(context: &Context, trigger: &Trigger, before: &HashSet<Uuid>) -> R
     loop {
         let page = context.queue.holders_of_vanished_rows(after, PAGE).await?;
         for resource in &page {
-            let Some(watch) = trigger.watch_over(resource).filter(|watch| watch.is_complete()) else { continue };
+            let Some(watch) = trusted(trigger, resource) else { continue };
             if watch.knows(resource) {
                 trigger.send(resource, &context.due);
             } else if before.contains(&resource.uid) {
@@ -82,6 +81,11 @@ async fn look(context: &Context, trigger: &Trigger, before: &HashSet<Uuid>) -> R
             None => return Ok(missing),
         }
     }
+}
+
+/// The watch over this resource, if it can say that it is missing: only after a complete list, and while it lasts.
+fn trusted<'a>(trigger: &'a Trigger, resource: &ResourceRef) -> Option<&'a Watch> {
+    trigger.watch_over(resource).filter(|watch| watch.is_complete() && watch.answers())
 }
 
 /// Where the next page begins, if this one was full.

@@ -64,6 +64,7 @@ pub(super) struct Watch {
     api: Api<JobRequest>,
     store: Store<JobRequest>,
     complete: Arc<AtomicBool>,
+    answers: Arc<AtomicBool>,
     to: UnboundedSender<ObjectRef<JobRequest>>,
 }
 
@@ -75,6 +76,12 @@ impl Watch {
     /// Whether a whole list has been seen. (`Store::wait_until_ready` wakes one waiter only, and the controller waits.)
     pub(super) fn is_complete(&self) -> bool {
         self.complete.load(Ordering::SeqCst)
+    }
+
+    /// Whether the API server answers for these namespaces: a right that is missing in one of them must not hold up
+    /// the others.
+    pub(super) fn answers(&self) -> bool {
+        self.answers.load(Ordering::SeqCst)
     }
 
     /// Whether the cache has this very resource, not a namesake.
@@ -111,7 +118,8 @@ pub(super) fn start(client: &Client, namespaces: &[String], part: &Part) -> (Vec
         let (store, writer) = reflector::store();
         let (to, triggered) = unbounded();
         let complete = Arc::new(AtomicBool::new(false));
-        let (seen, part) = (complete.clone(), part.clone());
+        let answers = Arc::new(AtomicBool::new(false));
+        let (seen, answered, part) = (complete.clone(), answers.clone(), part.clone());
         let objects = watcher(api.clone(), watcher::Config::default())
             .modify(|object| {
                 object.spec.payload = None;
@@ -124,7 +132,10 @@ pub(super) fn start(client: &Client, namespaces: &[String], part: &Part) -> (Vec
                     seen.store(true, Ordering::SeqCst);
                 }
             })
-            .inspect_err(move |error| part.not_ready(format!("watch: {error}")))
+            .inspect_err(move |error| {
+                answered.store(false, Ordering::SeqCst);
+                part.not_ready(format!("watch: {error}"));
+            })
             .backoff(BackOff::default())
             .reflect(writer)
             .applied_objects()
@@ -132,7 +143,7 @@ pub(super) fn start(client: &Client, namespaces: &[String], part: &Part) -> (Vec
             .filter_map(|object| std::future::ready(object.ok()))
             .map(Ok)
             .boxed();
-        let watch = Watch { namespace: namespace.cloned(), api, store: store.clone(), complete, to };
+        let watch = Watch { namespace: namespace.cloned(), api, store: store.clone(), complete, answers, to };
         (watch, Streams { objects, store, triggered })
     };
     if namespaces.is_empty() { vec![one(None)] } else { namespaces.iter().map(|name| one(Some(name))).collect() }
@@ -144,14 +155,17 @@ pub(super) fn start(client: &Client, namespaces: &[String], part: &Part) -> (Vec
 pub(super) async fn probe(watches: Arc<Vec<Watch>>, part: Part) {
     let mut pause = PROBE_MIN;
     loop {
-        if part.is_ready() {
+        let silent: Vec<&Watch> = watches.iter().filter(|watch| !watch.answers()).collect();
+        if silent.is_empty() {
+            part.ready();
             pause = PROBE_MIN;
         } else {
-            match look(&watches).await {
-                Ok(true) => part.ready(),
+            let answers = futures::future::join_all(silent.into_iter().map(look)).await;
+            match answers.into_iter().collect::<Result<Vec<bool>, String>>() {
+                Ok(complete) if complete.iter().all(|complete| *complete) => continue,
                 // At each start it is so for a moment: worth a word only when it lasts.
-                Ok(false) if pause < PROBE_MAX => {}
-                Ok(false) => part.not_ready("the first list of JobRequests is not complete yet"),
+                Ok(_) if pause < PROBE_MAX => {}
+                Ok(_) => part.not_ready("the first list of JobRequests is not complete yet"),
                 Err(why) => part.not_ready(why),
             }
             pause = (pause * 2).min(PROBE_MAX);
@@ -160,10 +174,12 @@ pub(super) async fn probe(watches: Arc<Vec<Watch>>, part: Part) {
     }
 }
 
-/// Whether all lists are complete; an error if the API server does not answer.
-async fn look(watches: &[Watch]) -> Result<bool, String> {
-    for watch in watches {
-        patch::bounded(watch.api.list(&ListParams::default().limit(1))).await.map_err(|error| error.to_string())?;
+/// Whether its list is complete; an error if the API server does not answer.
+async fn look(watch: &Watch) -> Result<bool, String> {
+    patch::bounded(watch.api.list(&ListParams::default().limit(1))).await.map_err(|error| error.to_string())?;
+    let complete = watch.is_complete();
+    if complete {
+        watch.answers.store(true, Ordering::SeqCst);
     }
-    Ok(watches.iter().all(Watch::is_complete))
+    Ok(complete)
 }

@@ -187,6 +187,22 @@ async fn the_controller_goes_on_when_the_api_server_is_back_and_statuses_agree_w
 }
 
 #[tokio::test]
+async fn a_right_that_is_missing_in_one_namespace_holds_up_no_other() {
+    let (site, other) = (Site::new().await, Site::new().await);
+    let forbidden = format!("/namespaces/{}/", other.namespace);
+    site.proxy.refuse(403, move |call| call.path.contains(&forbidden));
+    let both = format!("{},{}", other.namespace, site.namespace);
+    let controller = site.controller().set("JOBREQUEST_WATCH_NAMESPACES", both).launch();
+    site.create("a", with(site.hook("/ok"), json!({"runAt": LATER}))).await;
+    let id = job_id(&site.until_phase("a", Phase::Queued).await);
+    let (code, _, error) = site.program(&["jobs", "cancel", &id.to_string()]).output().await;
+    assert_eq!(code, Some(0), "{error}");
+    site.until_phase("a", Phase::Cancelled).await;
+    let (code, text) = controller.get("/readyz").await;
+    assert!(code == 503 && text.contains("403"), "it names what is missing: {text}");
+}
+
+#[tokio::test]
 async fn a_controller_without_an_api_server_waits_for_it_and_then_works() {
     let site = Site::new().await;
     let (port, _worker) = (free_address().port(), site.worker().start().await);
