@@ -20,10 +20,6 @@ use serde::{Deserialize, Serialize};
 pub const FINALIZER: &str = "jobrequest.dev/cancel";
 /// Each new value of this annotation runs a failed or cancelled job again.
 pub const RETRY_ANNOTATION: &str = "jobrequest.dev/retry";
-/// A payload's largest size in bytes as etcd stores it; an object with status and all must stay below etcd's 1.5 MiB.
-pub const PAYLOAD_LIMIT: usize = 1024 * 1024;
-/// The deepest nesting of a payload, its own braces included.
-pub const PAYLOAD_DEPTH_LIMIT: usize = 100;
 
 /// The job to be done.
 // Every field can be read whatever another version of the CRD let in; `payload` may be dropped from a cached object.

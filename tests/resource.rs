@@ -5,7 +5,7 @@ mod support;
 use std::collections::BTreeMap;
 
 use jobrequest::api::{self, JobRequest, JobRequestStatus, Phase};
-use jobrequest::kinds;
+use jobrequest::{kinds, queue};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::api::{Api, ListParams};
 use serde::Deserialize;
@@ -371,7 +371,7 @@ fn a_text_of_300_kib_passes_and_the_largest_payload_takes_its_finalizer_and_full
     apply("text", &"0123456789abcdef".repeat(300 * 64));
     // etcd stores each of these in six bytes
     let frame = r#"{"text":""}"#.len();
-    apply("largest", &"<".repeat((api::PAYLOAD_LIMIT - frame) / 6));
+    apply("largest", &"<".repeat((queue::PAYLOAD_MAX_BYTES - frame) / 6));
     let patch = r#"{"metadata":{"finalizers":["jobrequest.dev/cancel"]}}"#;
     namespace.kubectl(&["patch", "jr", "largest", "--type=merge", "-p", patch], "");
 

@@ -350,33 +350,25 @@ async fn holder_of_key(
     namespace: Option<&str>,
     new: &NewJob,
 ) -> Result<Option<(Uuid, bool, bool)>> {
-    let live = sqlx::query_as(
-        "SELECT id, kind = $4 AND payload = $5, cancel_requested AND status = 'running' FROM jobs \
+    let live = "SELECT id, kind = $4 AND payload = $5, cancel_requested AND status = 'running' FROM jobs \
          WHERE install = $1 AND coalesce(namespace, '') = coalesce($2, '') AND idempotency_key = $3 \
-           AND status NOT IN ('failed_permanent', 'cancelled') FOR UPDATE",
-    )
-    .bind(install)
-    .bind(namespace)
-    .bind(&new.idempotency_key)
-    .bind(&new.kind)
-    .bind(&new.payload)
-    .fetch_optional(&mut *tx)
-    .await?;
-    if live.is_some() {
-        return Ok(live);
+           AND status NOT IN ('failed_permanent', 'cancelled') FOR UPDATE";
+    let kept = "SELECT job_id, kind = $4 AND payload_sha256 = sha256(convert_to($5::jsonb::text, 'UTF8')), false \
+         FROM job_keys WHERE install = $1 AND namespace = coalesce($2, '') AND idempotency_key = $3";
+    for sql in [live, kept] {
+        let holder = sqlx::query_as(sql)
+            .bind(install)
+            .bind(namespace)
+            .bind(&new.idempotency_key)
+            .bind(&new.kind)
+            .bind(&new.payload)
+            .fetch_optional(&mut *tx)
+            .await?;
+        if holder.is_some() {
+            return Ok(holder);
+        }
     }
-    let kept = sqlx::query_as(
-        "SELECT job_id, kind = $4 AND payload_sha256 = sha256(convert_to($5::jsonb::text, 'UTF8')), false FROM job_keys \
-         WHERE install = $1 AND namespace = coalesce($2, '') AND idempotency_key = $3",
-    )
-    .bind(install)
-    .bind(namespace)
-    .bind(&new.idempotency_key)
-    .bind(&new.kind)
-    .bind(&new.payload)
-    .fetch_optional(&mut *tx)
-    .await?;
-    Ok(kept)
+    Ok(None)
 }
 
 #[cfg(test)]
