@@ -30,7 +30,10 @@ async fn a_job_inserted_from_psql_gets_a_version_7_id_and_runs() {
     assert!(age < 60_000.0, "the id holds the time of creation, {age} ms off");
     let claimed = claim(&db.queue()).await;
     assert_eq!((claimed.id(), claimed.attempt(), claimed.max_attempts()), (id, 1, 3));
-    assert_eq!((claimed.payload().get(), claimed.timeout()), ("{\"n\": 1}", Duration::from_secs(300)));
+    assert_eq!(
+        (claimed.payload().expect("it came along").get(), claimed.timeout()),
+        ("{\"n\": 1}", Duration::from_secs(300))
+    );
 }
 
 #[tokio::test]

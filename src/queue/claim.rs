@@ -22,8 +22,14 @@ pub struct Heartbeat {
 /// Names a claim that was tried, whether it took effect or not.
 #[derive(Debug, Clone, Copy)]
 pub struct ClaimTicket {
-    token: Uuid,
+    pub(super) token: Uuid,
     since: Instant,
+}
+
+impl ClaimTicket {
+    pub(super) fn new() -> Self {
+        Self { token: Uuid::new_v4(), since: Instant::now() }
+    }
 }
 
 /// A claim without an answer: it may have taken effect.
@@ -35,8 +41,8 @@ pub struct ClaimError {
 }
 
 /// What a claim found.
-struct Found {
-    jobs: Vec<ClaimedJob>,
+pub(super) struct Found {
+    pub(super) jobs: Vec<ClaimedJob>,
     /// Rows that can't be read; they have been ended.
     unreadable: usize,
 }
@@ -45,10 +51,11 @@ struct Found {
 const UNREADABLE_AT_ONCE: usize = 100;
 
 /// What is read as text can't fail to decode: a row that no one can read must not take the claim's reply with it.
-const CLAIMED: &str = "j.id, j.kind, j.namespace, j.attempts, j.max_attempts, j.timeout_seconds, \
+pub(super) const CLAIMED: &str = "j.id, j.kind, j.namespace, j.priority, j.run_at, j.lost_leases, j.attempts, j.max_attempts, j.timeout_seconds, \
     coalesce(extract(epoch FROM now() - j.handed_back_at), 0)::float8 AS handed_back_seconds, \
     greatest(extract(epoch FROM now() - j.run_at), 0)::float8 AS waited_seconds, \
-    j.payload::text AS payload, j.progress::text AS progress";
+    j.progress::text AS progress";
+const PAYLOAD: &str = "j.payload::text AS payload";
 
 impl Queue {
     /// Claims the next due job of these kinds, if there is one: [`Queue::fetch_many`] of one.
@@ -71,7 +78,7 @@ impl Queue {
     /// that can't be read are ended as failed and the next ones tried.
     pub async fn fetch_many(&self, worker: &str, kinds: &[&str], limit: usize) -> Result<Vec<ClaimedJob>, ClaimError> {
         for _ in 0..UNREADABLE_AT_ONCE {
-            let ticket = ClaimTicket { token: Uuid::new_v4(), since: Instant::now() };
+            let ticket = ClaimTicket::new();
             let claim = self.bounded(self.claim(worker, kinds, limit, ticket)).await;
             let Found { jobs, unreadable } = claim.map_err(|error| ClaimError { error, ticket })?;
             if !jobs.is_empty() || unreadable == 0 {
@@ -91,7 +98,7 @@ impl Queue {
              UPDATE jobs j SET status = 'running', attempts = attempts + 1, claim_token = $3, locked_by = $4, \
                  locked_at = now(), lease_seconds = $5, started_at = now(), finished_at = NULL, updated_at = now(), \
                  revision = revision + 1, mirror_due = owner_uid IS NOT NULL \
-             FROM next WHERE j.id = next.id RETURNING {CLAIMED}"
+             FROM next WHERE j.id = next.id RETURNING {CLAIMED}, {PAYLOAD}"
         );
         let rows: Vec<ClaimedRow> = sqlx::query_as(AssertSqlSafe(sql))
             .bind(&self.settings.install)
@@ -112,14 +119,14 @@ impl Queue {
     /// [`Error::Db`], [`Error::Timeout`].
     pub async fn take_up(&self, ticket: ClaimTicket) -> Result<Vec<ClaimedJob>> {
         let sql = format!(
-            "SELECT {CLAIMED} FROM jobs j WHERE j.install = $1 AND j.status = 'running' AND j.claim_token = $2"
+            "SELECT {CLAIMED}, {PAYLOAD} FROM jobs j WHERE j.install = $1 AND j.status = 'running' AND j.claim_token = $2"
         );
         let query = sqlx::query_as(AssertSqlSafe(sql)).bind(&self.settings.install).bind(ticket.token);
         let rows: Vec<ClaimedRow> = self.bounded(async { Ok(query.fetch_all(&self.pool).await?) }).await?;
         Ok(self.read_claim(rows, ticket).await?.jobs)
     }
 
-    async fn read_claim(&self, rows: Vec<ClaimedRow>, ticket: ClaimTicket) -> Result<Found> {
+    pub(super) async fn read_claim(&self, rows: Vec<ClaimedRow>, ticket: ClaimTicket) -> Result<Found> {
         let ClaimTicket { token, since } = ticket;
         let mut found = Found { jobs: Vec::with_capacity(rows.len()), unreadable: 0 };
         for row in rows {

@@ -3,12 +3,14 @@
 use std::fmt;
 use std::time::Duration;
 
+use chrono::{DateTime, Utc};
 use serde_json::Value;
 use serde_json::value::RawValue;
 use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::error::Error;
+use super::lanes::{Lane, Mark};
 use super::row::count;
 use crate::job::Facts;
 
@@ -18,14 +20,16 @@ use crate::job::Facts;
 #[must_use = "a dropped claim leaves its job running until the lease ends"]
 pub struct ClaimedJob {
     pub(super) lease: Lease,
-    kind: String,
-    namespace: Option<String>,
+    lane: Lane,
+    mark: Mark,
+    lost_leases: i16,
     pub(super) attempts: u32,
     pub(super) max_attempts: u32,
     pub(super) handed_back_for: Duration,
     timeout: Duration,
     waited: Duration,
-    payload: Box<RawValue>,
+    /// None until it is loaded, for a large one that was prefetched.
+    payload: Option<Box<RawValue>>,
     progress: Option<Value>,
 }
 
@@ -41,10 +45,10 @@ pub struct Lease {
 /// Without what the job is about: an error that holds a claim may be printed.
 impl fmt::Debug for ClaimedJob {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { lease, kind, attempts, max_attempts, .. } = self;
+        let Self { lease, lane, attempts, max_attempts, .. } = self;
         f.debug_struct("ClaimedJob")
             .field("id", &lease.id)
-            .field("kind", kind)
+            .field("kind", &lane.kind)
             .field("attempt", attempts)
             .field("max_attempts", max_attempts)
             .finish_non_exhaustive()
@@ -77,11 +81,11 @@ impl ClaimedJob {
     }
 
     pub fn kind(&self) -> &str {
-        &self.kind
+        &self.lane.kind
     }
 
     pub fn namespace(&self) -> Option<&str> {
-        self.namespace.as_deref()
+        Some(self.lane.namespace.as_str()).filter(|namespace| !namespace.is_empty())
     }
 
     /// Number of this attempt, 1 for the first.
@@ -103,8 +107,30 @@ impl ClaimedJob {
         self.waited
     }
 
-    pub fn payload(&self) -> &RawValue {
-        &self.payload
+    /// None for a large one that [`Payloads::Small`](super::Payloads::Small) left out:
+    /// [`Queue::load_payload`](super::Queue::load_payload) brings it.
+    pub fn payload(&self) -> Option<&RawValue> {
+        self.payload.as_deref()
+    }
+
+    pub(super) fn set_payload(&mut self, text: String) -> Result<(), Error> {
+        self.payload = Some(raw(self.lease.id, text)?);
+        Ok(())
+    }
+
+    /// Where it was waiting.
+    pub fn lane(&self) -> &Lane {
+        &self.lane
+    }
+
+    /// Its place there.
+    pub fn mark(&self) -> Mark {
+        self.mark
+    }
+
+    /// How many leases of this job ended before their worker did: what it does may kill a process.
+    pub fn lost_leases(&self) -> u16 {
+        u16::try_from(self.lost_leases).unwrap_or_default()
     }
 
     pub fn progress(&self) -> Option<&Value> {
@@ -127,12 +153,15 @@ pub(super) struct ClaimedRow {
     pub(super) id: Uuid,
     kind: String,
     namespace: Option<String>,
+    priority: i16,
+    run_at: DateTime<Utc>,
+    lost_leases: i16,
     attempts: i32,
     max_attempts: i32,
     timeout_seconds: i32,
     handed_back_seconds: f64,
     waited_seconds: f64,
-    payload: String,
+    payload: Option<String>,
     progress: Option<String>,
 }
 
@@ -142,6 +171,9 @@ impl ClaimedRow {
             id,
             kind,
             namespace,
+            priority,
+            run_at,
+            lost_leases,
             attempts,
             max_attempts,
             timeout_seconds,
@@ -150,20 +182,23 @@ impl ClaimedRow {
             payload,
             progress,
         } = self;
-        let payload = RawValue::from_string(payload).map_err(|_| Error::RowInvalid {
-            id,
-            column: "payload",
-            problem: "is not JSON that can be read",
-        })?;
+        let payload = payload.map(|text| raw(id, text)).transpose()?;
         let progress = progress.as_deref().map(serde_json::from_str).transpose().map_err(|_| Error::RowInvalid {
             id,
             column: "progress",
             problem: "is not JSON that can be read",
         })?;
+        let lane = Lane {
+            kind,
+            namespace: namespace.unwrap_or_default(),
+            careful: attempts >= max_attempts || lost_leases >= 2,
+            priority,
+        };
         Ok(ClaimedJob {
             lease: Lease { id, token, since },
-            kind,
-            namespace,
+            lane,
+            mark: Mark { run_at, id },
+            lost_leases,
             attempts: count(id, "attempts", attempts)?,
             max_attempts: count(id, "max_attempts", max_attempts)?,
             handed_back_for: seconds(handed_back_seconds),
@@ -173,6 +208,14 @@ impl ClaimedRow {
             progress,
         })
     }
+}
+
+fn raw(id: Uuid, text: String) -> Result<Box<RawValue>, Error> {
+    RawValue::from_string(text).map_err(|_| Error::RowInvalid {
+        id,
+        column: "payload",
+        problem: "is not JSON that can be read",
+    })
 }
 
 /// A negative or absurd number of seconds (a clock set back) counts as none.

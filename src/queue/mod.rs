@@ -28,6 +28,7 @@ mod enqueue;
 mod error;
 mod finish;
 mod inspect;
+mod lanes;
 mod listen;
 mod notify;
 mod rescue;
@@ -48,6 +49,7 @@ pub use enqueue::{EnqueueOutcome, NewJob, Owner, PAYLOAD_MAX_BYTES, PAYLOAD_MAX_
 pub use error::{Error, Result};
 pub use finish::{AttemptEnd, AttemptFailure, Finish, Unfinished};
 pub use inspect::{KindDepth, ListFilter};
+pub use lanes::{Lane, LaneHead, Mark, Payloads, SurveyFrom, Want};
 pub use listen::Listener;
 pub use notify::Channel;
 pub use rescue::{Purged, Rescued};

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::FutureExt;
+use serde_json::value::RawValue;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until, timeout};
@@ -96,7 +97,7 @@ fn prepare(shared: &Shared, job: &ClaimedJob, started: Instant) -> (Arc<Attempt>
         job.id(),
         job.namespace().map(str::to_owned),
         (job.attempt(), job.max_attempts()),
-        job.payload().to_owned(),
+        job.payload().unwrap_or(RawValue::NULL).to_owned(),
         deadline,
         CancellationToken::new(),
     );

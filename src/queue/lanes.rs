@@ -1,0 +1,237 @@
+//! Lanes: how a busy worker claims at a cost that depends on nothing but what it takes.
+//!
+//! A lane is what the claim's index is sorted by: kind, namespace, whether the rows want care, priority. Within a lane
+//! jobs go by the time they are due since, then by id. A survey finds the first job of each lane; a claim names lanes
+//! and the place in each from which to look. So neither jobs that are due later, nor other kinds, nor ended jobs, nor
+//! the dead index entries that a long transaction elsewhere keeps at a lane's head are walked by it. What lies before
+//! that place (a job committed late, given back, or dated back) is the next survey's to find.
+
+use chrono::{DateTime, Utc};
+use sqlx::AssertSqlSafe;
+use std::time::Duration;
+use uuid::Uuid;
+
+use super::Queue;
+use super::claim::{CLAIMED, ClaimError, ClaimTicket};
+use super::claimed::{ClaimedJob, ClaimedRow};
+use super::error::Result;
+use crate::text::storable;
+
+/// Jobs that are taken in one order.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Lane {
+    pub kind: String,
+    /// Empty for jobs without one.
+    pub namespace: String,
+    /// Its jobs must not be prefetched: the claim is their last attempt, or they have lost two leases.
+    pub careful: bool,
+    pub priority: i16,
+}
+
+/// A place in a lane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Mark {
+    pub(super) run_at: DateTime<Utc>,
+    pub(super) id: Uuid,
+}
+
+/// The first job of a lane that has any.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LaneHead {
+    pub lane: Lane,
+    /// Where that job stands.
+    pub mark: Mark,
+    /// How long until it is due, by the database's clock; zero if it is.
+    pub due_in: Duration,
+}
+
+/// Where a survey of one kind starts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SurveyFrom {
+    pub kind: String,
+    /// Behind this lane; at the first one if none.
+    pub after: Option<Lane>,
+}
+
+/// What to claim from one lane.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Want {
+    pub lane: Lane,
+    /// Look from this place on (it counts); from the lane's start if none.
+    pub from: Option<Mark>,
+    /// The most jobs to take from this lane.
+    pub limit: usize,
+}
+
+/// Whether a claim brings every payload with it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Payloads {
+    All,
+    /// Leaves out those that Postgres stores compressed or over 2 kB, so that what a prefetch holds in memory is
+    /// bounded by its number of jobs. [`Queue::load_payload`] brings them when the job is about to start.
+    Small,
+}
+
+const SMALL_PAYLOAD_BYTES: i32 = 2048;
+/// Lower than any priority.
+const BEFORE_ALL: i16 = i16::MIN;
+
+#[derive(sqlx::FromRow)]
+struct HeadRow {
+    kind: String,
+    namespace: String,
+    careful: bool,
+    priority: i16,
+    run_at: DateTime<Utc>,
+    id: Uuid,
+    due_in: f64,
+}
+
+impl Queue {
+    /// The first job of each lane of these kinds, at most `per_kind` lanes of each in the index's order; a kind with
+    /// that many may have more behind the last. Reads only; one index descent for each lane.
+    ///
+    /// # Errors
+    /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout).
+    pub async fn survey(&self, from: &[SurveyFrom], per_kind: usize) -> Result<Vec<LaneHead>> {
+        let kinds: Vec<&str> = from.iter().map(|from| from.kind.as_str()).collect();
+        let namespaces: Vec<&str> =
+            from.iter().map(|from| from.after.as_ref().map_or("", |lane| lane.namespace.as_str())).collect();
+        let careful: Vec<bool> = from.iter().map(|from| from.after.as_ref().is_some_and(|lane| lane.careful)).collect();
+        let priorities: Vec<i16> =
+            from.iter().map(|from| from.after.as_ref().map_or(BEFORE_ALL, |lane| lane.priority)).collect();
+        let query = sqlx::query_as(
+            "SELECT k.kind, l.namespace, l.careful, l.priority, l.run_at, l.id, \
+                 greatest(extract(epoch FROM l.run_at - now()), 0)::float8 AS due_in \
+             FROM unnest($2::text[], $3::text[], $4::bool[], $5::int2[]) AS k(kind, namespace, careful, priority) \
+             CROSS JOIN LATERAL ( \
+                 WITH RECURSIVE heads AS ( \
+                     (SELECT coalesce(namespace, '') AS namespace, attempts + 1 >= max_attempts OR lost_leases >= 2 AS careful, priority, run_at, id \
+                      FROM jobs WHERE install = $1 AND kind = k.kind AND status IN ('queued', 'retrying') AND NOT suspended \
+                        AND (coalesce(namespace, ''), (attempts + 1 >= max_attempts OR lost_leases >= 2), priority) > (k.namespace, k.careful, k.priority) \
+                      ORDER BY coalesce(namespace, ''), (attempts + 1 >= max_attempts OR lost_leases >= 2), priority, run_at, id LIMIT 1) \
+                     UNION ALL \
+                     SELECT next.* FROM heads h CROSS JOIN LATERAL ( \
+                         SELECT coalesce(namespace, ''), attempts + 1 >= max_attempts OR lost_leases >= 2, priority, run_at, id \
+                         FROM jobs WHERE install = $1 AND kind = k.kind AND status IN ('queued', 'retrying') AND NOT suspended \
+                           AND (coalesce(namespace, ''), (attempts + 1 >= max_attempts OR lost_leases >= 2), priority) > (h.namespace, h.careful, h.priority) \
+                         ORDER BY coalesce(namespace, ''), (attempts + 1 >= max_attempts OR lost_leases >= 2), priority, run_at, id LIMIT 1) next) \
+                 SELECT * FROM heads LIMIT $6) l",
+        )
+        .bind(&self.settings.install)
+        .bind(kinds)
+        .bind(namespaces)
+        .bind(careful)
+        .bind(priorities)
+        .bind(i64::try_from(per_kind).unwrap_or(i64::MAX));
+        let rows: Vec<HeadRow> = self.bounded(async { Ok(query.fetch_all(&self.pool).await?) }).await?;
+        Ok(rows.into_iter().map(LaneHead::from).collect())
+    }
+
+    /// Claims due jobs from these lanes in one statement, at most `limit` in all, the lanes in the order given.
+    ///
+    /// Guard: as [`Queue::fetch_many`].
+    ///
+    /// # Errors
+    /// As [`Queue::fetch_many`].
+    pub async fn claim_from(
+        &self,
+        worker: &str,
+        wants: &[Want],
+        limit: usize,
+        payloads: Payloads,
+    ) -> Result<Vec<ClaimedJob>, ClaimError> {
+        let ticket = ClaimTicket::new();
+        let claim = self.bounded(self.claim_lanes(worker, wants, limit, payloads, ticket)).await;
+        claim.map_err(|error| ClaimError { error, ticket })
+    }
+
+    async fn claim_lanes(
+        &self,
+        worker: &str,
+        wants: &[Want],
+        limit: usize,
+        payloads: Payloads,
+        ticket: ClaimTicket,
+    ) -> Result<Vec<ClaimedJob>> {
+        let kinds: Vec<&str> = wants.iter().map(|want| want.lane.kind.as_str()).collect();
+        let namespaces: Vec<&str> = wants.iter().map(|want| want.lane.namespace.as_str()).collect();
+        let careful: Vec<bool> = wants.iter().map(|want| want.lane.careful).collect();
+        let priorities: Vec<i16> = wants.iter().map(|want| want.lane.priority).collect();
+        let run_ats: Vec<DateTime<Utc>> =
+            wants.iter().map(|want| want.from.map_or(DateTime::UNIX_EPOCH, |mark| mark.run_at)).collect();
+        let ids: Vec<Uuid> = wants.iter().map(|want| want.from.map_or(Uuid::nil(), |mark| mark.id)).collect();
+        let whole: Vec<bool> = wants.iter().map(|want| want.from.is_none()).collect();
+        let limits: Vec<i64> = wants.iter().map(|want| i64::try_from(want.limit).unwrap_or(i64::MAX)).collect();
+        let sql = format!(
+            "WITH next AS ( \
+                 SELECT n.id FROM unnest($5::text[], $6::text[], $7::bool[], $8::int2[], $9::timestamptz[], $10::uuid[], $11::int8[], $14::bool[]) \
+                     WITH ORDINALITY AS l(kind, namespace, careful, priority, run_at, id, max, whole, place) \
+                 CROSS JOIN LATERAL ( \
+                     SELECT id FROM jobs WHERE install = $1 AND status IN ('queued', 'retrying') AND NOT suspended \
+                       AND kind = l.kind AND coalesce(namespace, '') = l.namespace \
+                       AND (attempts + 1 >= max_attempts OR lost_leases >= 2) = l.careful AND priority = l.priority \
+                       AND run_at <= now() AND (run_at, id) >= (CASE WHEN l.whole THEN '-infinity' ELSE l.run_at END, l.id) \
+                     ORDER BY run_at, id LIMIT l.max FOR UPDATE SKIP LOCKED) n \
+                 LIMIT $12) \
+             UPDATE jobs j SET status = 'running', attempts = attempts + 1, claim_token = $3, locked_by = $4, \
+                 locked_at = now(), lease_seconds = $2, started_at = now(), finished_at = NULL, updated_at = now(), \
+                 revision = revision + 1, mirror_due = owner_uid IS NOT NULL \
+             FROM next WHERE j.id = next.id RETURNING {CLAIMED}, \
+                 CASE WHEN $13 IS NULL OR pg_column_size(j.payload) <= $13 AND pg_column_compression(j.payload) IS NULL \
+                     THEN j.payload::text END AS payload"
+        );
+        let small = match payloads {
+            Payloads::All => None,
+            Payloads::Small => Some(SMALL_PAYLOAD_BYTES),
+        };
+        let rows: Vec<ClaimedRow> = sqlx::query_as(AssertSqlSafe(sql))
+            .bind(&self.settings.install)
+            .bind(self.lease_seconds())
+            .bind(ticket.token)
+            .bind(storable(worker, 255))
+            .bind(kinds)
+            .bind(namespaces)
+            .bind(careful)
+            .bind(priorities)
+            .bind(run_ats)
+            .bind(ids)
+            .bind(limits)
+            .bind(i64::try_from(limit).unwrap_or(i64::MAX))
+            .bind(small)
+            .bind(whole)
+            .fetch_all(&self.pool)
+            .await?;
+        Ok(self.read_claim(rows, ticket).await?.jobs)
+    }
+
+    /// Brings the payload of a job that was claimed without it; does nothing if it is there.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`](super::Error::NotFound) when the claim is lost, [`Error::Db`](super::Error::Db),
+    /// [`Error::Timeout`](super::Error::Timeout).
+    pub async fn load_payload(&self, job: &mut ClaimedJob) -> Result<()> {
+        if job.payload().is_some() {
+            return Ok(());
+        }
+        let (id, token) = (job.lease.id, job.lease.token);
+        let query =
+            sqlx::query_as("SELECT payload::text FROM jobs WHERE id = $1 AND status = 'running' AND claim_token = $2")
+                .bind(id)
+                .bind(token);
+        let row: Option<(String,)> = self.bounded(async { Ok(query.fetch_optional(&self.pool).await?) }).await?;
+        let (payload,) = row.ok_or(super::Error::NotFound)?;
+        job.set_payload(payload)
+    }
+}
+
+impl From<HeadRow> for LaneHead {
+    fn from(row: HeadRow) -> Self {
+        let HeadRow { kind, namespace, careful, priority, run_at, id, due_in } = row;
+        Self {
+            lane: Lane { kind, namespace, careful, priority },
+            mark: Mark { run_at, id },
+            due_in: Duration::try_from_secs_f64(due_in).unwrap_or(Duration::MAX),
+        }
+    }
+}
