@@ -13,9 +13,8 @@ use jobrequest::kinds::{KindSettings, Registry};
 use jobrequest::queue::{self, Queue, SchemaState};
 use jobrequest::worker::Worker;
 use jobrequest::{api, controller, telemetry};
-use sqlx::{ConnectOptions, Connection};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 const FAILED: u8 = 1;
@@ -24,8 +23,6 @@ const AT_ONCE: i32 = 130;
 
 /// How often a program that waits for its database looks again.
 const LOOK_AGAIN: Duration = Duration::from_secs(2);
-/// How long one try to connect may take.
-const CONNECT_TIME: Duration = Duration::from_secs(5);
 /// How long `migrate` waits for the database.
 const MIGRATE_WAIT: Duration = Duration::from_secs(300);
 
@@ -161,7 +158,7 @@ fn end_on_signals(shutdown: CancellationToken) -> Result<(), Failed> {
 async fn wait_for_database(queue: &Queue, health: &Health, shutdown: &CancellationToken) -> bool {
     let (postgres, schema) = (health.part("postgres"), health.part("schema"));
     loop {
-        match shutdown.run_until_cancelled(look_at_database(queue)).await {
+        match shutdown.run_until_cancelled(queue.schema_state()).await {
             None => return false,
             Some(Err(error)) => postgres.not_ready(error.to_string()),
             Some(Ok(state)) => {
@@ -181,16 +178,6 @@ async fn wait_for_database(queue: &Queue, health: &Health, shutdown: &Cancellati
             return false;
         }
     }
-}
-
-/// On a connection of its own first: a pool would only say that it has none.
-async fn look_at_database(queue: &Queue) -> queue::Result<SchemaState> {
-    let connect = queue.pool().connect_options();
-    match timeout(CONNECT_TIME, connect.connect()).await {
-        Ok(connection) => connection?.close().await?,
-        Err(_) => return Err(queue::Error::Timeout { seconds: CONNECT_TIME.as_secs() }),
-    }
-    queue.schema_state().await
 }
 
 async fn migrate(database: cli::Database) -> Result<(), Failed> {

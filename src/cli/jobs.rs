@@ -4,11 +4,10 @@ use std::io::{self, Write};
 
 use chrono::SecondsFormat;
 use clap::Subcommand;
-use sqlx::postgres::PgConnectOptions;
 use uuid::Uuid;
 
 use super::executors::webhook_masters;
-use super::settings::DatabaseArgs;
+use super::settings::{Database, DatabaseArgs};
 use super::values::{self, Secret};
 use crate::job::{Job, Status};
 use crate::kinds::webhook::WebhookMasters;
@@ -16,7 +15,7 @@ use crate::queue::{CancelOutcome, ListFilter, Queue, RetryOutcome, Settings};
 
 /// A job command, ready to run.
 pub enum Jobs {
-    OnDatabase { database: Box<PgConnectOptions>, install: String, action: Action },
+    OnDatabase { database: Box<Database>, install: String, action: Action },
     WebhookSecret { masters: WebhookMasters, namespace: Option<String>, url: url::Url },
 }
 
@@ -132,7 +131,7 @@ impl Args {
     pub(super) fn settings(self) -> Result<Jobs, String> {
         let on_database = |place: Place, action| {
             let Place { database, install } = place;
-            let database = Box::new(database.settings()?.pooled);
+            let database = Box::new(database.settings()?);
             Ok(Jobs::OnDatabase { database, install, action })
         };
         match self.command {
@@ -172,7 +171,10 @@ impl Jobs {
                 secrets.iter().map(|secret| format!("{secret}\n")).collect()
             }
             Self::OnDatabase { database, install, action } => {
-                let queue = Queue::new(*database, Settings { install, max_connections: 2, ..Settings::default() });
+                let Database { pooled, direct: _, has_pooler } = *database;
+                let settings =
+                    Settings { install, max_connections: 2, transaction_pooler: has_pooler, ..Settings::default() };
+                let queue = Queue::new(pooled, settings);
                 act(&queue, action).await?
             }
         };

@@ -42,6 +42,8 @@ pub struct Database {
     pub pooled: PgConnectOptions,
     /// Reaches Postgres itself, for LISTEN and migrations; the same as `pooled` if there is no pooler.
     pub direct: PgConnectOptions,
+    /// A direct URL of its own was given: the other one leads to a transaction pooler.
+    pub has_pooler: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,7 +70,8 @@ pub(super) struct DatabaseArgs {
     /// Postgres: postgres://user:password@host:5432/database. Required
     #[arg(long, env = "DATABASE_URL", hide_env_values = true, value_name = "URL")]
     database_url: Option<Secret>,
-    /// Postgres itself, for LISTEN and migrations, when the first URL leads to a transaction pooler (PgBouncer)
+    /// Postgres itself, for LISTEN and migrations, when the first URL leads to a transaction pooler (PgBouncer). Without
+    /// it the first URL is taken for Postgres itself, and a pooler's mixed-up statements fail
     #[arg(long, env = "JOBREQUEST_DATABASE_DIRECT_URL", hide_env_values = true, value_name = "URL")]
     database_direct_url: Option<Secret>,
 }
@@ -209,6 +212,7 @@ impl DatabaseArgs {
             return Err("DATABASE_URL is not set: postgres://user:password@host:5432/database".to_owned());
         };
         let pooled = values::database(&url).map_err(|why| format!("DATABASE_URL (--database-url) {why}"))?;
+        let has_pooler = database_direct_url.as_ref().is_some_and(|Secret(direct)| *direct != url);
         let direct = match database_direct_url {
             Some(Secret(url)) => values::database(&url)
                 .map_err(|why| format!("JOBREQUEST_DATABASE_DIRECT_URL (--database-direct-url) {why}"))?,
@@ -218,12 +222,12 @@ impl DatabaseArgs {
             Some(_) => options,
             None => options.application_name("jobrequest"),
         };
-        Ok(Database { pooled: name(pooled), direct: name(direct) })
+        Ok(Database { pooled: name(pooled), direct: name(direct), has_pooler })
     }
 }
 
 impl QueueArgs {
-    fn settings(self) -> queue::Settings {
+    fn settings(self, database: &Database) -> queue::Settings {
         let Self {
             install,
             lease_seconds,
@@ -238,6 +242,7 @@ impl QueueArgs {
             retry: RetryPolicy::new(retry_base_seconds, retry_cap_seconds),
             retention: retention_seconds,
             key_retention: Some(key_retention_seconds).filter(|time| !time.is_zero()),
+            transaction_pooler: database.has_pooler,
             ..queue::Settings::default()
         }
     }
@@ -253,15 +258,15 @@ impl WorkerArgs {
     pub(super) fn settings(self) -> Result<WorkerSettings, String> {
         let Self { database, queue, worker, executors, http, log } = self;
         let PoolArgs { concurrency, kinds, poll_seconds, shutdown_grace_seconds } = worker;
-        let registry = executors.registry()?;
+        let (database, registry) = (database.settings()?, executors.registry()?);
         let kinds = values::names(&kinds);
         worker::check_kinds(&registry, &kinds)
             .map_err(|error| named("JOBREQUEST_KINDS", "--kinds")(error.to_string()))?;
         Ok(WorkerSettings {
             log: log.settings()?,
             http_addr: http.address(8081),
-            database: database.settings()?,
-            queue: queue.settings(),
+            queue: queue.settings(&database),
+            database,
             worker: worker::Settings {
                 concurrency,
                 poll: poll_seconds,
@@ -283,11 +288,12 @@ impl ControllerArgs {
             let problem = format!("`{}` is not a namespace's name", crate::text::cut(bad, 64));
             return Err(named("JOBREQUEST_WATCH_NAMESPACES", "--watch-namespaces")(problem));
         }
-        let queue = queue.settings();
+        let database = database.settings()?;
+        let queue = queue.settings(&database);
         Ok(ControllerSettings {
             log: log.settings()?,
             http_addr: http.address(8080),
-            database: database.settings()?,
+            database,
             controller: controller::Settings {
                 watch_namespaces,
                 default_ttl: default_ttl_seconds,

@@ -2,6 +2,7 @@
 
 use uuid::Uuid;
 
+use super::connections::Session;
 use super::enqueue::kept_key_exists;
 use super::error::{Error, Result};
 use super::finish::read_status;
@@ -36,7 +37,12 @@ impl Queue {
     /// [`Error::NotFound`], [`Error::Db`], [`Error::Timeout`].
     pub async fn request_cancel(&self, id: Uuid) -> Result<CancelOutcome> {
         let outcome = self
-            .bounded(async { cancel_row(&mut *self.pool.acquire().await?, &self.settings.install, id).await })
+            .bounded(async {
+                let mut tx = self.pool.begin().await?;
+                let outcome = cancel_row(&mut tx, &self.settings.install, id).await?;
+                tx.commit().await?;
+                Ok(outcome)
+            })
             .await?;
         self.notify_cancel(outcome);
         Ok(outcome)
@@ -142,7 +148,7 @@ impl Queue {
 }
 
 /// The cancel itself, inside whatever transaction the caller has.
-pub(super) async fn cancel_row(connection: &mut sqlx::PgConnection, install: &str, id: Uuid) -> Result<CancelOutcome> {
+pub(super) async fn cancel_row(connection: &mut Session, install: &str, id: Uuid) -> Result<CancelOutcome> {
     let told: Option<(String,)> = sqlx::query_as(
         "UPDATE jobs SET cancel_requested = true, updated_at = now(), revision = revision + 1, \
              mirror_due = owner_uid IS NOT NULL, \

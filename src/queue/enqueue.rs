@@ -4,6 +4,7 @@ use chrono::{DateTime, Datelike, SubsecRound, Utc};
 use serde_json::Value;
 use uuid::Uuid;
 
+use super::connections::Session;
 use super::error::{Error, Result};
 use super::{Channel, Queue};
 
@@ -324,7 +325,7 @@ impl Queue {
 
 /// Whether retention has removed a succeeded row that held this key.
 pub(super) async fn kept_key_exists(
-    tx: &mut sqlx::PgConnection,
+    tx: &mut Session,
     install: &str,
     namespace: Option<&str>,
     key: Option<&str>,
@@ -345,7 +346,7 @@ pub(super) async fn kept_key_exists(
 /// The job that holds the key, whether it is the same work, and whether it is about to be cancelled. The row is
 /// locked, so that a cancel can't free the key before the sharer is written down.
 async fn holder_of_key(
-    tx: &mut sqlx::PgConnection,
+    tx: &mut Session,
     install: &str,
     namespace: Option<&str>,
     new: &NewJob,

@@ -33,6 +33,9 @@ pub enum Error {
     /// The statement that this was part of failed, and may succeed later.
     #[error("{message}")]
     Batch { message: String },
+    /// Only connections through a transaction pooler look like this, and the settings name none.
+    #[error("database: {USE_DIRECT}")]
+    UnknownPooler,
     /// No answer within the time limit. It may have happened or not: the operations are safe to repeat.
     #[error("database: no answer within {seconds} s")]
     Timeout { seconds: u64 },
@@ -61,6 +64,7 @@ impl Error {
             | Self::IdempotencyConflict { .. }
             | Self::InvalidTransition { .. }
             | Self::NotFound
+            | Self::UnknownPooler
             | Self::RowInvalid { .. } => false,
         }
     }
@@ -97,11 +101,12 @@ impl Error {
 
 /// What one statement may meet and the next may not, beside an outage: transaction rollback (40), a session or
 /// statement ended from outside (25P03, 25P04, 57), lock not available (55P03), an internal error (XX, which poolers
-/// say too when they have no server).
+/// say too when they have no server), a statement's name that a pooler's server does not know or knows already (26000,
+/// 42P05: nothing was done).
 fn passing_sqlstate(code: &str) -> bool {
     outage_sqlstate(code)
         || matches!(&code[..2.min(code.len())], "40" | "57" | "XX")
-        || matches!(code, "25P03" | "25P04" | "55P03")
+        || matches!(code, "25P03" | "25P04" | "55P03" | "26000" | "42P05")
 }
 
 /// Classes and codes of the SQL standard and Postgres: connection (08), no such database or role yet (28, 3D),
@@ -110,6 +115,15 @@ fn passing_sqlstate(code: &str) -> bool {
 fn outage_sqlstate(code: &str) -> bool {
     matches!(&code[..2.min(code.len())], "08" | "28" | "3D" | "53" | "58")
         || matches!(code, "25006" | "57P01" | "57P02" | "57P03" | "42P01" | "42703")
+}
+
+const USE_DIRECT: &str = "a transaction pooler stands before Postgres: set JOBREQUEST_DATABASE_DIRECT_URL \
+    (Settings::transaction_pooler in the library), so that statements are sent in a way that it can carry";
+
+/// A statement's name that is unknown or taken already, as another server or client knows it; a setting that can't be
+/// carried from server to server.
+fn comes_from_a_pooler(code: &str, message: &str) -> bool {
+    matches!(code, "26000" | "42P05") || code.starts_with("08") && message.starts_with("unsupported startup parameter")
 }
 
 /// The server's primary message without its DETAIL, which quotes rows. A message can quote a value, so a data error
@@ -121,6 +135,7 @@ fn describe(error: &sqlx::Error) -> String {
             match (&code[..2.min(code.len())], e.constraint()) {
                 ("23", Some(constraint)) => format!("refused by constraint {constraint}"),
                 ("22" | "23", _) => format!("refused a value (SQLSTATE {code})"),
+                _ if comes_from_a_pooler(&code, e.message()) => format!("{USE_DIRECT} (SQLSTATE {code})"),
                 _ => format!("{} (SQLSTATE {code})", crate::text::cut(e.message(), 256)),
             }
         }

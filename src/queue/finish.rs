@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use serde_json::Value;
-use sqlx::PgPool;
 use uuid::Uuid;
 
 use super::claimed::{ClaimedJob, Lease};
+use super::connections::Connections;
 use super::error::{Error, Result};
 use super::{Channel, Queue};
 use crate::job::{Cause, Next, Outcome, Status, decide};
@@ -254,7 +254,7 @@ impl Succeeded {
         self.results.push(storable_json(result));
     }
 
-    async fn apply(self, pool: &PgPool) -> Result<Hits> {
+    async fn apply(self, pool: &Connections) -> Result<Hits> {
         if self.ids.is_empty() {
             return Ok(HashMap::new());
         }
@@ -310,7 +310,7 @@ impl Failed {
 
     /// The cancel flag is the row's own, read under its lock, so the decision for a cancelled row is applied here:
     /// such a row never waits again.
-    async fn apply(self, pool: &PgPool) -> Result<Hits> {
+    async fn apply(self, pool: &Connections) -> Result<Hits> {
         if self.ids.is_empty() {
             return Ok(HashMap::new());
         }

@@ -24,6 +24,7 @@
 mod cancel;
 mod claim;
 mod claimed;
+mod connections;
 mod enqueue;
 mod error;
 mod finish;
@@ -57,6 +58,7 @@ pub use resources::{Held, Release, ResourceRef, SpecEdit};
 pub use schema::{SchemaState, migrate};
 
 use crate::job::RetryPolicy;
+use connections::Connections;
 
 /// How a queue behaves; the command line fills it.
 #[derive(Debug, Clone)]
@@ -73,6 +75,10 @@ pub struct Settings {
     /// Limit of one operation.
     pub time_limit: Duration,
     pub max_connections: u32,
+    /// The database is reached through a transaction pooler (PgBouncer): nothing may stay on a connection between two
+    /// transactions, so each statement costs more round trips. What needs a session ([`migrate`], [`Listener`]) is given
+    /// a way to Postgres itself.
+    pub transaction_pooler: bool,
 }
 
 impl Default for Settings {
@@ -85,6 +91,7 @@ impl Default for Settings {
             key_retention: None,
             time_limit: Duration::from_secs(10),
             max_connections: 10,
+            transaction_pooler: false,
         }
     }
 }
@@ -92,7 +99,7 @@ impl Default for Settings {
 /// A handle to the queue; clones share their connections.
 #[derive(Clone)]
 pub struct Queue {
-    pool: PgPool,
+    pool: Connections,
     settings: Arc<Settings>,
     notifier: Arc<notify::Notifier>,
 }
@@ -100,6 +107,8 @@ pub struct Queue {
 impl Queue {
     /// A queue on this database. Connects when first used, so it may be made while the database is away.
     pub fn new(database: PgConnectOptions, settings: Settings) -> Self {
+        // Poolers refuse settings that they don't know how to carry from server to server.
+        let database = if settings.transaction_pooler { database.extra_float_digits(None) } else { database };
         let pool = PgPoolOptions::new()
             .max_connections(settings.max_connections)
             .acquire_timeout(settings.time_limit.min(Duration::from_secs(5)))
@@ -110,11 +119,12 @@ impl Queue {
                     if meta.idle_for < Duration::from_secs(5) {
                         return Ok(true);
                     }
-                    let ping = sqlx::query("SELECT 1").execute(connection);
+                    let ping = sqlx::raw_sql("SELECT 1").execute(connection);
                     Ok(tokio::time::timeout(Duration::from_secs(2), ping).await.is_ok_and(|answer| answer.is_ok()))
                 })
             })
             .connect_lazy_with(database);
+        let pool = Connections::new(pool, settings.transaction_pooler);
         let notifier = Arc::new(notify::Notifier::spawn(pool.clone()));
         Self { pool, settings: Arc::new(settings), notifier }
     }
@@ -123,9 +133,10 @@ impl Queue {
         &self.settings
     }
 
-    /// The pool, for what is not an operation on jobs (a health check, a test's own table).
+    /// The pool, for what is not an operation on jobs (a health check, a test's own table). Its statements are prepared
+    /// and kept: not for use through a transaction pooler.
     pub fn pool(&self) -> &PgPool {
-        &self.pool
+        self.pool.pool()
     }
 
     fn notify(&self, channel: Channel) {

@@ -5,8 +5,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use sqlx::PgPool;
 use tokio::sync::Notify;
+
+use super::connections::Connections;
 
 /// What a notification is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +41,7 @@ pub(super) struct Notifier {
 }
 
 impl Notifier {
-    pub(super) fn spawn(pool: PgPool) -> Self {
+    pub(super) fn spawn(pool: Connections) -> Self {
         let pending: [Arc<Notify>; 3] = Default::default();
         let sources = pending.clone();
         let task = tokio::spawn(async move {
@@ -67,7 +68,7 @@ impl Drop for Notifier {
     }
 }
 
-async fn send_loop(pool: &PgPool, channel: Channel, source: Arc<Notify>) {
+async fn send_loop(pool: &Connections, channel: Channel, source: Arc<Notify>) {
     loop {
         source.notified().await;
         // A lost notification costs a poll interval, so a failure is not tried again.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use sqlx::migrate::{MigrateError, Migrator};
 use sqlx::postgres::PgConnectOptions;
-use sqlx::{ConnectOptions, Connection};
+use sqlx::{ConnectOptions, Connection, PgConnection, Row};
 use tokio::time::timeout;
 
 use super::Queue;
@@ -71,16 +71,22 @@ fn lock_timed_out(error: &sqlx::Error) -> bool {
 }
 
 impl Queue {
-    /// Whether the schema is at least this version's.
+    /// Whether the schema is at least this version's. Asked on a connection of its own, so that an error says what is
+    /// wrong with the database: a pool would only say that it has no connection.
     ///
     /// # Errors
-    /// [`Error::Db`], [`Error::Timeout`].
+    /// [`Error::Db`], [`Error::Timeout`]; [`Error::UnknownPooler`] as far as that shows.
     pub async fn schema_state(&self) -> Result<SchemaState> {
-        let applied: Result<Vec<(i64,)>> = self
+        let applied: Result<Vec<i64>> = self
             .bounded(async {
-                Ok(sqlx::query_as("SELECT version FROM jobrequest_migrations WHERE success")
-                    .fetch_all(&self.pool)
-                    .await?)
+                let mut connection = self.pool.pool().connect_options().connect().await?;
+                if !self.settings.transaction_pooler && has_a_past(&mut connection).await? {
+                    return Err(Error::UnknownPooler);
+                }
+                let sql = sqlx::raw_sql("SELECT version FROM jobrequest_migrations WHERE success");
+                let rows = sql.fetch_all(&mut connection).await?;
+                connection.close().await?;
+                Ok(rows.iter().map(|row| row.try_get(0)).collect::<sqlx::Result<_>>()?)
             })
             .await;
         let applied = match applied {
@@ -89,7 +95,12 @@ impl Queue {
             Err(Error::Db(sqlx::Error::Database(e))) if e.code().as_deref() == Some("42P01") => Vec::new(),
             Err(error) => return Err(error),
         };
-        let missing = migrator().iter().filter(|m| !applied.contains(&(m.version,))).count();
+        let missing = migrator().iter().filter(|m| !applied.contains(&m.version)).count();
         Ok(if missing == 0 { SchemaState::Current } else { SchemaState::Behind(missing) })
     }
+}
+
+/// Prepared statements on a new connection are somebody else's: its server has served others. There may be none yet.
+async fn has_a_past(connection: &mut PgConnection) -> Result<bool> {
+    Ok(sqlx::raw_sql("SELECT FROM pg_prepared_statements LIMIT 1").fetch_optional(connection).await?.is_some())
 }

@@ -1,4 +1,5 @@
-"""The stores: a Kubernetes control plane (etcd, kube-apiserver, kube-controller-manager) and Postgres in a directory."""
+"""The stores: a Kubernetes control plane (etcd, kube-apiserver, kube-controller-manager) and Postgres in a directory, and
+a pooler before Postgres for those who ask for one by name."""
 
 import base64
 import contextlib
@@ -19,6 +20,7 @@ from lib import Failed, Part, Ports, step
 
 KUBE = ["etcd", "kube-apiserver", "kube-controller-manager"]
 ALL = [*KUBE, "postgres"]
+POOLER = "pgbouncer"
 
 
 class Stores:
@@ -33,11 +35,17 @@ class Stores:
             "kube-controller-manager": Part(d, "kube-controller-manager", f"--kubeconfig={d}/controller-manager.kubeconfig", grace=5),
             # SIGINT is Postgres' fast shutdown: it doesn't wait for its clients to leave.
             "postgres": Part(d, "postgres", f"--jobrequest.directory={d}", signal.SIGINT, grace=60),
+            # SIGTERM is PgBouncer's immediate shutdown.
+            POOLER: Part(d, POOLER, f"{d}/{POOLER}.ini", grace=5),
         }
 
     @property
     def database_url(self):
         return f"postgres://jobrequest@127.0.0.1:{Ports(self.directory).get('postgres', running=True)}/jobrequest"
+
+    @property
+    def pooler_url(self):
+        return f"postgres://jobrequest@127.0.0.1:{Ports(self.directory).get(POOLER, running=True)}/jobrequest"
 
     def lock(self):
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -48,7 +56,7 @@ class Stores:
         d, part = self.directory, self.parts
         self.directory.mkdir(parents=True, exist_ok=True)
         self.ports = Ports(d)
-        port = {name: self.ports.get(name, running=bool(part[name].pid())) for name in ALL if name in names or name in self.ports.ports}
+        port = {name: self.ports.get(name, running=bool(part[name].pid())) for name in [*ALL, POOLER] if name in names or name in self.ports.ports}
         if set(names) & set(KUBE):
             programs = lib.cluster_bin()
             for name in KUBE:
@@ -108,6 +116,9 @@ class Stores:
             waits.append(("kube-apiserver", started, lambda: self.api("/readyz") is not None))
         if "postgres" in names:
             waits.append(("postgres", self.start_postgres(port["postgres"]), lambda: self.psql("postgres", "select 1", check=False) == "1"))
+        if POOLER in names:
+            started = self.start_pooler(port[POOLER], port["postgres"])
+            waits.append((POOLER, started, lambda: self.psql("postgres", "select 1", check=False, through=POOLER) == "1"))
         if "kube-controller-manager" in names:
             waits.append(("kube-controller-manager", None, None))
         for name, started, ready in waits:
@@ -145,13 +156,13 @@ class Stores:
         )
 
     def down(self, names, with_signal=None, quiet=False):
-        for name in reversed(ALL):
+        for name in [POOLER, *reversed(ALL)]:
             if name in names:
                 with contextlib.nullcontext([]) if quiet else step(name) as more:
                     more.append("stopped" if self.parts[name].stop(with_signal) else "didn't run")
 
     def clean(self, quiet=False):
-        self.down(ALL, quiet=quiet)
+        self.down([*ALL, POOLER], quiet=quiet)
         if self.data.is_symlink():
             shutil.rmtree(self.data.resolve(), ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -296,8 +307,32 @@ class Stores:
             lib.wait_until(lambda: not users(), 5)
         (data / "postmaster.pid").unlink(missing_ok=True)
 
-    def psql(self, database, query, check=True):
-        command = ["psql", "-h", "127.0.0.1", "-p", str(self.ports.ports["postgres"]), "-U", "postgres", "-d", database, "-XtAc", query]
+    # --- PgBouncer
+
+    def start_pooler(self, port, postgres):
+        """In transaction mode, with as few servers as make clients share them. It knows of every database by itself."""
+        program = self.find_pooler() or (lib.apt_install(POOLER), self.find_pooler())[1]
+        if not program:
+            raise Failed("pgbouncer is installed, and not found in PATH or /usr/sbin")
+        # Without ignore_startup_parameters, as it is when installed.
+        settings = self.directory / f"{POOLER}.ini"
+        users = settings.with_suffix(".users")
+        users.write_text('"jobrequest" ""\n"postgres" ""\n')
+        settings.write_text(
+            f"[databases]\n* = host=127.0.0.1 port={postgres}\n"
+            f"[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n"
+            f"auth_type = trust\nauth_file = {users}\npool_mode = transaction\ndefault_pool_size = 4\n"
+            f"max_client_conn = 1000\nserver_idle_timeout = 10\nlog_connections = 0\nlog_disconnections = 0\n"
+        )
+        # It refuses to be root; having read its settings it becomes somebody else.
+        user = ["-u", "postgres"] if os.geteuid() == 0 else []
+        return self.parts[POOLER].ensure([program, *user, settings])
+
+    def find_pooler(self):
+        return shutil.which(POOLER) or shutil.which(POOLER, path="/usr/sbin")
+
+    def psql(self, database, query, check=True, through="postgres"):
+        command = ["psql", "-h", "127.0.0.1", "-p", str(self.ports.ports[through]), "-U", "postgres", "-d", database, "-XtAc", query]
         done = subprocess.run(command, capture_output=True, text=True)
         if check and done.returncode:
             raise Failed(f"psql: {done.stderr.strip()}", self.parts["postgres"].log)
@@ -313,6 +348,8 @@ class Stores:
             env["KUBECONFIG"] = str(self.kubeconfig)
         if "postgres" in known:
             env["DATABASE_URL"] = self.database_url
+        if POOLER in known:
+            env["JOBREQUEST_TEST_POOLER_URL"] = self.pooler_url
         return env
 
     def write_env(self, names):

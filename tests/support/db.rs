@@ -48,6 +48,20 @@ impl Database {
         self.server.clone().database(&self.name)
     }
 
+    /// How the tests' queues get there: straight, or through PgBouncer in the second run of `make test`.
+    pub fn queue_options(&self) -> PgConnectOptions {
+        match (goes_through_pooler(), self.pooler()) {
+            (false, _) => self.options(),
+            (true, Some(pooler)) => pooler,
+            (true, None) => panic!("JOBREQUEST_TEST_POOLER_URL is not set: run make test"),
+        }
+    }
+
+    /// The same database by way of PgBouncer.
+    pub fn pooler(&self) -> Option<PgConnectOptions> {
+        Some(pooler_url()?.parse::<PgConnectOptions>().expect("a URL of PgBouncer").database(&self.name))
+    }
+
     /// For a program's environment.
     pub fn url(&self) -> String {
         let mut url = url::Url::parse(&self.url).expect("a URL");
@@ -70,9 +84,7 @@ impl Database {
     }
 
     pub fn queue_with(&self, change: impl FnOnce(&mut Settings)) -> Queue {
-        let mut settings = Settings::default();
-        change(&mut settings);
-        Queue::new(self.options(), settings)
+        Queue::new(self.queue_options(), settings(change))
     }
 
     /// Runs statements; the test fails if one does.
@@ -164,6 +176,21 @@ impl Drop for Database {
             Err(_) => eprintln!("the database {} stays behind", self.name),
         }
     }
+}
+
+fn pooler_url() -> Option<String> {
+    std::env::var("JOBREQUEST_TEST_POOLER_URL").ok()
+}
+
+pub fn goes_through_pooler() -> bool {
+    std::env::var_os("JOBREQUEST_TEST_THROUGH_POOLER").is_some()
+}
+
+/// A queue's settings, on the way that this run of the tests goes.
+pub fn settings(change: impl FnOnce(&mut Settings)) -> Settings {
+    let mut settings = Settings { transaction_pooler: goes_through_pooler(), ..Settings::default() };
+    change(&mut settings);
+    settings
 }
 
 async fn execute(connection: &mut PgConnection, sql: &str) {
