@@ -723,3 +723,77 @@ mod ends {
         assert_eq!(of(ListFilter { namespace: Some("blog".to_owned()), ..Default::default() }).await, 0);
     }
 }
+
+mod releases {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_resource_that_was_let_go_gets_no_row_any_more() {
+        let db = Database::new().await;
+        let queue = db.queue();
+        let (never, uid) = job_of("never-enqueued");
+        assert_eq!(queue.release(uid).await.expect("answered"), Release::Ended);
+        assert!(matches!(queue.enqueue(&never).await, Err(Error::Released)));
+        let (cancelled, uid) = job_of("cancelled");
+        queue.enqueue(&cancelled).await.expect("accepted");
+        assert_eq!(queue.release(uid).await.expect("answered"), Release::Ended);
+        assert!(matches!(queue.enqueue(&cancelled).await, Err(Error::Released)));
+        let (owner, sharer) = (keyed("owner"), keyed("sharer"));
+        enqueue(&queue, owner).await;
+        let (again, uid) = sharer.clone();
+        enqueue(&queue, sharer).await;
+        assert_eq!(queue.release(uid).await.expect("answered"), Release::Shared);
+        assert!(matches!(queue.enqueue(&again).await, Err(Error::Released)));
+        assert_eq!(db.value::<i64>("SELECT count(*) FROM jobs").await, 2, "nothing is half done");
+        assert_eq!(db.value::<i64>("SELECT count(*) FROM job_resources").await, 1);
+        // Others are not held up, and the memory is short.
+        enqueue(&queue, job_of("other")).await;
+        db.run("UPDATE job_releases SET released_at = now() - interval '11 minutes'").await;
+        queue.enqueue(&never).await.expect("accepted");
+        queue.forget_releases().await.expect("answered");
+        assert_eq!(db.value::<i64>("SELECT count(*) FROM job_releases").await, 0);
+    }
+
+    #[tokio::test]
+    async fn a_release_that_meets_an_enqueue_under_way_waits_for_it_and_cancels_its_row() {
+        let db = Database::new().await;
+        let (new, uid) = job_of("a");
+        let mut other = db.connect().await;
+        let mut tx = other.begin().await.expect("begun");
+        let id = Uuid::now_v7();
+        for sql in [
+            "INSERT INTO jobs (id, kind, payload, namespace, owner_uid) VALUES ($1, 'test_kind', '{}', 'shop', $2)",
+            "INSERT INTO job_resources (job_id, uid, install, namespace, name) VALUES ($1, $2, 'default', 'shop', 'a')",
+        ] {
+            sqlx::query(sql).bind(id).bind(uid).execute(&mut *tx).await.expect("inserted");
+        }
+        let queue = db.queue();
+        let release = tokio::spawn(async move { queue.release(uid).await });
+        db.until_blocked(1).await;
+        tx.commit().await.expect("committed");
+        assert_eq!(release.await.expect("no panic").expect("answered"), Release::Ended);
+        assert_eq!(db.status(id).await, "cancelled");
+        assert!(matches!(db.queue().enqueue(&new).await, Err(Error::Released)));
+    }
+
+    #[tokio::test]
+    async fn an_enqueue_that_meets_a_release_under_way_waits_for_it_and_makes_no_row() {
+        let db = Database::new().await;
+        let (new, uid) = job_of("a");
+        let mut other = db.connect().await;
+        let mut tx = other.begin().await.expect("begun");
+        for sql in [
+            "INSERT INTO job_resources (uid, job_id, install, namespace, name) VALUES ($1, gen_random_uuid(), '', '', '')",
+            "INSERT INTO job_releases (uid) VALUES ($1)",
+        ] {
+            sqlx::query(sql).bind(uid).execute(&mut *tx).await.expect("inserted");
+        }
+        let queue = db.queue();
+        let enqueue = tokio::spawn(async move { queue.enqueue(&new).await });
+        db.until_blocked(1).await;
+        sqlx::query("DELETE FROM job_resources WHERE uid = $1").bind(uid).execute(&mut *tx).await.expect("deleted");
+        tx.commit().await.expect("committed");
+        assert!(matches!(enqueue.await.expect("no panic"), Err(Error::Released)));
+        assert_eq!(db.value::<i64>("SELECT count(*) FROM jobs").await, 0);
+    }
+}

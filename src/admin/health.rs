@@ -27,6 +27,8 @@ pub struct Part {
 enum PartState {
     Starting,
     Ready,
+    /// Ready, and something to say about it.
+    ReadyAs(&'static str),
     NotReady(String),
 }
 
@@ -65,17 +67,24 @@ impl Health {
         beat
     }
 
-    /// Whether every part is ready, and a line for each that is not.
-    pub fn readiness(&self) -> Result<(), String> {
-        let mut lines = String::new();
-        for part in lock(&self.inner.parts).iter() {
+    /// Whether every part is ready: what those that are have to say, or a line for each that is not.
+    pub fn readiness(&self) -> Result<String, String> {
+        let (mut notes, mut lines) = (String::new(), String::new());
+        let parts = lock(&self.inner.parts);
+        for part in parts.iter() {
             match &*lock(&part.state) {
                 PartState::Ready => {}
+                PartState::ReadyAs(note) => _ = writeln!(notes, "{}: {note}", part.name),
                 PartState::Starting => _ = writeln!(lines, "{}: not ready: starting", part.name),
                 PartState::NotReady(why) => _ = writeln!(lines, "{}: not ready: {why}", part.name),
             }
         }
-        if lines.is_empty() { Ok(()) } else { Err(lines) }
+        match lines.as_str() {
+            // A program that has not come so far as to name its parts.
+            "" if parts.is_empty() => Err("not ready: starting\n".to_owned()),
+            "" => Ok(notes),
+            _ => Err(lines),
+        }
     }
 
     /// Whether every loop turns, and a line for each that has been silent for too long.
@@ -100,6 +109,11 @@ impl Part {
         }
     }
 
+    /// Ready with a word that /readyz shows. Logs nothing: who has something to say says it.
+    pub fn ready_as(&self, note: &'static str) {
+        *lock(&self.state) = PartState::ReadyAs(note);
+    }
+
     /// Logs once per change from starting or ready to not ready; a new reason replaces the old one unlogged, since
     /// a store that is away answers with changing errors. The reason is one bounded line.
     pub fn not_ready(&self, why: impl Into<String>) {
@@ -112,7 +126,7 @@ impl Part {
     }
 
     pub fn is_ready(&self) -> bool {
-        *lock(&self.state) == PartState::Ready
+        matches!(*lock(&self.state), PartState::Ready | PartState::ReadyAs(_))
     }
 }
 
@@ -145,14 +159,16 @@ mod tests {
     #[test]
     fn a_program_is_ready_when_all_its_parts_are() {
         let health = Health::new();
-        assert_eq!(health.readiness(), Ok(()), "without parts there is nothing to wait for");
+        assert_eq!(health.readiness(), Err("not ready: starting\n".to_owned()), "nothing is known yet");
         let (postgres, api) = (health.part("postgres"), health.part("kube-apiserver"));
         postgres.ready();
         api.not_ready("connection\nrefused");
         assert_eq!(health.readiness(), Err("kube-apiserver: not ready: connection refused\n".to_owned()));
         api.ready();
-        assert_eq!(health.readiness(), Ok(()));
+        assert_eq!(health.readiness(), Ok(String::new()));
         assert!(health.part("postgres").is_ready(), "the same name is the same part");
+        health.part("leader").ready_as("standby");
+        assert_eq!(health.readiness(), Ok("leader: standby\n".to_owned()));
     }
 
     #[test]

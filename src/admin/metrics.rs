@@ -30,6 +30,7 @@ pub struct Metrics {
     status_lag: Histogram,
     reconciles: Family<ReconcileOutcome, Counter>,
     reconcile_duration: Histogram,
+    leader: Gauge,
 }
 
 /// How an attempt ended, as `worker_jobs_completed_total` and `worker_job_duration_seconds` name it.
@@ -105,6 +106,7 @@ impl Metrics {
         let oldest_ready = Family::default();
         let (start_latency, status_lag, reconcile_duration) = (seconds(), seconds(), seconds());
         let reconciles = Family::default();
+        let leader = Gauge::default();
         // The registry adds `_total` to a counter's name and a full stop to the help.
         registry.register("worker_jobs_started", "Attempts started, by kind", started.clone());
         registry.register("worker_jobs_completed", "Attempts ended, by kind and outcome", completed.clone());
@@ -123,6 +125,7 @@ impl Metrics {
         );
         registry.register("jobrequest_reconciles", "Reconciles, by outcome", reconciles.clone());
         registry.register("jobrequest_reconcile_duration_seconds", "Time of one reconcile", reconcile_duration.clone());
+        registry.register("jobrequest_controller_leader", "1 while this controller leads its install", leader.clone());
         Self {
             registry: Arc::new(registry),
             kinds: kinds.into_iter().collect(),
@@ -135,6 +138,7 @@ impl Metrics {
             status_lag,
             reconciles,
             reconcile_duration,
+            leader,
         }
     }
 
@@ -182,6 +186,11 @@ impl Metrics {
         self.reconcile_duration.observe(took.as_secs_f64());
     }
 
+    /// Whether this controller leads.
+    pub fn leads(&self, leads: bool) {
+        self.leader.set(leads.into());
+    }
+
     /// Everything as OpenMetrics text.
     pub fn text(&self) -> String {
         let mut text = String::new();
@@ -206,6 +215,7 @@ mod tests {
         metrics.job_completed("mallory's", JobOutcome::FailedPermanent, Duration::from_secs(3));
         metrics.reconciled("applied", Duration::from_millis(1));
         metrics.status_written(Duration::from_millis(1));
+        metrics.leads(true);
         let text = metrics.text();
         for line in [
             "worker_jobs_started_total{kind=\"send_email\"} 1",
@@ -215,6 +225,7 @@ mod tests {
             "jobrequest_status_lag_seconds_count 1",
             "jobrequest_reconciles_total{outcome=\"applied\"} 1",
             "jobrequest_reconcile_duration_seconds_count 1",
+            "jobrequest_controller_leader 1",
         ] {
             assert!(text.lines().any(|have| have == line), "{line} is not in\n{text}");
         }

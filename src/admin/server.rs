@@ -64,12 +64,12 @@ async fn serve_here(
 
 fn router(health: Health, metrics: Metrics) -> Router {
     let alive = health.clone();
-    let answer = |state: Result<(), String>| match state {
-        Ok(()) => (StatusCode::OK, "ok\n".to_owned()),
+    let answer = |state: Result<String, String>| match state {
+        Ok(notes) => (StatusCode::OK, format!("ok\n{notes}")),
         Err(lines) => (StatusCode::SERVICE_UNAVAILABLE, lines),
     };
     Router::new()
-        .route("/healthz", get(move || async move { answer(alive.liveness()) }))
+        .route("/healthz", get(move || async move { answer(alive.liveness().map(|()| String::new())) }))
         .route("/readyz", get(move || async move { answer(health.readiness()) }))
         .route(
             "/metrics",

@@ -295,6 +295,7 @@ impl ControllerArgs {
             http_addr: http.address(8080),
             database,
             controller: controller::Settings {
+                name: process_name(),
                 watch_namespaces,
                 default_ttl: default_ttl_seconds,
                 lease: queue.lease,

@@ -4,6 +4,7 @@
 //! notification costs one poll and a crash nothing. The pass over due rows also finds out whether the database lives.
 
 use std::collections::HashSet;
+use std::convert::Infallible;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -59,6 +60,27 @@ impl Trigger {
     }
 }
 
+/// How often a standby looks.
+const STANDBY: Duration = Duration::from_secs(5);
+
+/// For a standby: whether the database answers and has this version's schema. Until dropped.
+pub(super) async fn look(queue: &Queue, part: &Part) -> Infallible {
+    loop {
+        match check(queue).await {
+            Ok(()) => part.ready(),
+            Err(error) => part.not_ready(error.to_string()),
+        }
+        tokio::time::sleep(STANDBY).await;
+    }
+}
+
+async fn check(queue: &Queue) -> Result<(), PassError> {
+    match queue.schema_state().await? {
+        SchemaState::Current => Ok(()),
+        SchemaState::Behind(missing) => Err(PassError::Schema { missing }),
+    }
+}
+
 /// Passes over due rows until dropped.
 pub(super) async fn run(context: Arc<Context>, trigger: Trigger, listener: Listener, part: Part, beat: Beat) {
     let mut pause = POLL;
@@ -95,10 +117,8 @@ pub(super) async fn run(context: Arc<Context>, trigger: Trigger, listener: Liste
 }
 
 async fn pass(context: &Context, trigger: &Trigger, beat: &Beat) -> Result<(), PassError> {
-    if !context.gate.is_open()
-        && let SchemaState::Behind(missing) = context.queue.schema_state().await?
-    {
-        return Err(PassError::Schema { missing });
+    if !context.gate.is_open() {
+        check(&context.queue).await?;
     }
     let mut after = None;
     loop {

@@ -8,7 +8,9 @@
 //! before the finalizer goes, so that a deleted resource's job is never left running unseen.
 
 mod back_off;
+mod fence;
 mod gate;
+mod leader;
 mod mirror;
 mod orphans;
 mod patch;
@@ -25,18 +27,29 @@ use std::time::{Duration, Instant};
 
 use futures::StreamExt;
 use kube::Client;
+use kube::client::ClientBuilder;
 use kube::runtime::controller::{Action, Config, Controller};
 use sqlx::postgres::PgConnectOptions;
 use tokio_util::sync::CancellationToken;
+use tower::filter::FilterLayer;
 
-use crate::admin::{Health, Metrics};
+use self::fence::Fence;
+use self::leader::Election;
+use crate::admin::{Beat, Health, Metrics};
 use crate::api::JobRequest;
 use crate::queue::{self, Channel, Listener, Queue};
 use crate::text;
 
+/// The longest silence of a loop that lives.
+const SILENCE: Duration = Duration::from_secs(60);
+/// How long reconciles may take to end after the shutdown; then a standby takes over.
+const DRAIN: Duration = Duration::from_secs(5);
+
 /// How the controller behaves; the command line fills it.
 #[derive(Debug, Clone)]
 pub struct Settings {
+    /// The process's name, for people who ask who leads.
+    pub name: String,
     /// The namespaces it works for; empty for all.
     pub watch_namespaces: Vec<String>,
     /// For resources without `ttlSecondsAfterFinished`; none keeps them.
@@ -106,7 +119,8 @@ struct Context {
     default_ttl: Option<Duration>,
 }
 
-/// Runs the controller until `shutdown`. `direct` reaches Postgres itself, for LISTEN.
+/// Runs the controller until `shutdown`: as a standby until it leads, and again when it leads no more. `direct` reaches
+/// Postgres itself, for LISTEN.
 ///
 /// # Errors
 /// [`Error::Config`] when there is no kubeconfig and no service account; everything later is waited for.
@@ -118,51 +132,110 @@ pub async fn run(
     metrics: Metrics,
     shutdown: CancellationToken,
 ) -> Result<()> {
-    let Settings { watch_namespaces, default_ttl, lease, concurrency } = settings;
-    let client = Client::try_from(kube::Config::infer().await?)?;
-    let kubernetes = health.part("kubernetes");
-    let context = Arc::new(Context {
-        client: client.clone(),
-        queue: queue.clone(),
-        gate: gate::Gate::default(),
-        due: mirror::Due::default(),
-        young: young::Young::default(),
-        back_off: back_off::BackOff::default(),
-        metrics,
-        default_ttl,
-    });
-    let (watches, streams) = watch::start(&client, &watch_namespaces, &kubernetes);
-    let watches = Arc::new(watches);
-    let trigger = mirror::Trigger { watches: watches.clone() };
+    let (kubernetes, postgres, leader) = (health.part("kubernetes"), health.part("postgres"), health.part("leader"));
+    let mut config = kube::Config::infer().await?;
+    let fence = Fence::default();
+    let client = ClientBuilder::try_from(config.clone())?.with_layer(&FilterLayer::new(fence.clone())).build();
+    // The election repeats its calls itself, in its own time.
+    config.default_retry = false;
+    let election = Election::new(Client::try_from(config)?, &queue.settings().install, &settings.name, fence);
+    let beat = health.beat("leader", SILENCE);
+    let leading = Leading { settings, client, queue: queue.clone(), direct, health, metrics: metrics.clone() };
+    loop {
+        let mut term = tokio::select! {
+            biased;
+            () = shutdown.cancelled() => return Ok(()),
+            term = election.win(&kubernetes, &leader, &beat) => term,
+            never = mirror::look(&queue, &postgres) => match never {},
+        };
+        metrics.leads(true);
+        let ended = tokio::select! {
+            ended = leading.run(&shutdown) => ended,
+            () = election.keep(&mut term, &beat) => Ok(()),
+        };
+        metrics.leads(false);
+        if ended.is_err() || shutdown.is_cancelled() {
+            election.resign(term).await;
+            return ended;
+        }
+    }
+}
 
-    let mut loops = tokio::task::JoinSet::new();
-    let listener = Listener::spawn(direct, &[Channel::Changed]);
-    let beat = health.beat("mirror", Duration::from_secs(60));
-    loops.spawn(mirror::run(context.clone(), trigger.clone(), listener, health.part("postgres"), beat));
-    loops.spawn(mirror::rescue(queue, context.clone(), lease / 3));
-    loops.spawn(watch::probe(watches.clone(), kubernetes));
-    loops.spawn(orphans::run(context.clone(), trigger));
+/// What a controller does while it leads. Nothing of it is kept from one term to the next.
+struct Leading {
+    settings: Settings,
+    client: Client,
+    queue: Queue,
+    direct: PgConnectOptions,
+    health: Health,
+    metrics: Metrics,
+}
 
-    let share = u16::try_from(usize::from(concurrency).div_ceil(streams.len())).unwrap_or(1);
-    let controllers = streams.into_iter().map(|stream| {
-        let watch::Streams { objects, store, triggered } = stream;
-        Controller::for_stream(objects, store)
-            .with_config(Config::default().concurrency(share))
-            .reconcile_on(triggered)
-            .graceful_shutdown_on(shutdown.clone().cancelled_owned())
-            .run(reconcile_counted, error_policy, context.clone())
-            .for_each(|outcome| {
-                // The errors of reconciles are the error policy's; what else comes here is a resource that went
-                // before its turn, or the watch's trouble, which the stream has reported.
-                if let Err(error) = outcome {
-                    tracing::trace!(error = %error, "controller");
-                }
-                std::future::ready(())
-            })
-    });
-    futures::future::join_all(controllers).await;
-    loops.shutdown().await;
-    Ok(())
+impl Leading {
+    /// Until the shutdown, whose drain is bounded. Dropped, it ends at once: that is safe anywhere.
+    async fn run(&self, shutdown: &CancellationToken) -> Result<()> {
+        let Self { settings, client, queue, direct, health, metrics } = self;
+        let Settings { name: _, watch_namespaces, default_ttl, lease, concurrency } = settings;
+        let kubernetes = health.part("kubernetes");
+        let context = Arc::new(Context {
+            client: client.clone(),
+            queue: queue.clone(),
+            gate: gate::Gate::default(),
+            due: mirror::Due::default(),
+            young: young::Young::default(),
+            back_off: back_off::BackOff::default(),
+            metrics: metrics.clone(),
+            default_ttl: *default_ttl,
+        });
+        let (watches, streams) = watch::start(client, watch_namespaces, &kubernetes);
+        let watches = Arc::new(watches);
+        let trigger = mirror::Trigger { watches: watches.clone() };
+
+        let mut loops = tokio::task::JoinSet::new();
+        let listener = Listener::spawn(direct.clone(), &[Channel::Changed]);
+        let mirror = Beating(health.beat("mirror", SILENCE));
+        loops.spawn(mirror::run(context.clone(), trigger.clone(), listener, health.part("postgres"), mirror.0.clone()));
+        loops.spawn(mirror::rescue(queue.clone(), context.clone(), *lease / 3));
+        loops.spawn(watch::probe(watches.clone(), kubernetes));
+        loops.spawn(orphans::run(context.clone(), trigger));
+
+        let share = u16::try_from(usize::from(*concurrency).div_ceil(streams.len())).unwrap_or(1);
+        let controllers = streams.into_iter().map(|stream| {
+            let watch::Streams { objects, store, triggered } = stream;
+            Controller::for_stream(objects, store)
+                .with_config(Config::default().concurrency(share))
+                .reconcile_on(triggered)
+                .graceful_shutdown_on(shutdown.clone().cancelled_owned())
+                .run(reconcile_counted, error_policy, context.clone())
+                .for_each(|outcome| {
+                    // The errors of reconciles are the error policy's; what else comes here is a resource that went
+                    // before its turn, or the watch's trouble, which the stream has reported.
+                    if let Err(error) = outcome {
+                        tracing::trace!(error = %error, "controller");
+                    }
+                    std::future::ready(())
+                })
+        });
+        let late = async {
+            shutdown.cancelled().await;
+            tokio::time::sleep(DRAIN).await;
+        };
+        tokio::select! {
+            _ = futures::future::join_all(controllers) => {}
+            () = late => {}
+        }
+        loops.shutdown().await;
+        Ok(())
+    }
+}
+
+/// A beat whose loop may be dropped: that is no silence.
+struct Beating(Beat);
+
+impl Drop for Beating {
+    fn drop(&mut self) {
+        self.0.end();
+    }
 }
 
 async fn reconcile_counted(object: Arc<JobRequest>, context: Arc<Context>) -> Result<Action> {

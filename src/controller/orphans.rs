@@ -40,6 +40,7 @@ pub(super) async fn run(context: Arc<Context>, trigger: Trigger) {
 
 /// One look: cancels what was missing before too, and returns what is missing now.
 async fn look(context: &Context, trigger: &Trigger, before: &HashSet<Uuid>) -> Result<HashSet<Uuid>> {
+    context.queue.forget_releases().await?;
     let mut missing = HashSet::new();
     let mut after = Uuid::nil();
     loop {

@@ -12,7 +12,8 @@ use super::{Error, Result};
 use crate::api::{FINALIZER, JobRequest, JobRequestStatus};
 use crate::queue::ResourceRef;
 
-const FIELD_MANAGER: &str = "jobrequest-controller";
+/// Under which name the API server notes what was written.
+pub(super) const FIELD_MANAGER: &str = "jobrequest-controller";
 /// Limit of one call to the API server. The client repeats calls that were turned away; this bounds all of it.
 pub(super) const CALL_LIMIT: Duration = Duration::from_secs(10);
 

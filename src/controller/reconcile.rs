@@ -163,6 +163,8 @@ async fn accept(object: &JobRequest, context: &Context) -> Result<Step> {
             let standing = Standing::Rejected { reason: "PayloadInvalid", message: format!("spec.{error}") };
             settle(&object, context, &standing).await
         }
+        // Deleted since it was read, and let go by another controller.
+        Err(queue::Error::Released) => Ok(Step::Reread),
         Err(error) => Err(error.into()),
     }
 }

@@ -6,6 +6,7 @@ use uuid::Uuid;
 
 use super::connections::Session;
 use super::error::{Error, Result};
+use super::resources::RELEASE_KEPT_SECONDS;
 use super::{Channel, Queue};
 
 /// A job to be enqueued.
@@ -215,7 +216,8 @@ impl Queue {
     /// job has an owner or a key; without either, a repeat after a lost reply makes a second row.
     ///
     /// # Errors
-    /// [`Error::PayloadInvalid`] before anything is sent; [`Error::IdempotencyConflict`]; [`Error::Db`].
+    /// [`Error::PayloadInvalid`] before anything is sent; [`Error::IdempotencyConflict`]; [`Error::Released`];
+    /// [`Error::Db`].
     pub async fn enqueue(&self, new: &NewJob) -> Result<EnqueueOutcome> {
         check(new)?;
         let outcome = self.bounded(self.enqueue_checked(new)).await?;
@@ -308,15 +310,22 @@ impl Queue {
             }
             // A first holder (the row came from SQL) owns the row; a further one has a status to be written. The
             // revision is raised for it: an acknowledgement under way does not know of the new holder.
-            sqlx::query(
-                "UPDATE jobs SET mirror_due = true, owner_uid = coalesce(owner_uid, $2), \
-                     revision = CASE WHEN $3 THEN revision ELSE revision + 1 END WHERE id = $1",
+            // A resource that was let go meanwhile gets no row, whoever still thinks that it leads.
+            let (released,): (bool,) = sqlx::query_as(
+                "WITH held AS (UPDATE jobs SET mirror_due = true, owner_uid = coalesce(owner_uid, $2), \
+                     revision = CASE WHEN $3 THEN revision ELSE revision + 1 END WHERE id = $1) \
+                 SELECT EXISTS (SELECT FROM job_releases \
+                     WHERE uid = $2 AND released_at > now() - make_interval(secs => $4))",
             )
             .bind(outcome.id())
             .bind(owner.uid)
             .bind(matches!(outcome, EnqueueOutcome::Created(_)))
-            .execute(&mut *tx)
+            .bind(RELEASE_KEPT_SECONDS)
+            .fetch_one(&mut *tx)
             .await?;
+            if released {
+                return Err(Error::Released);
+            }
         }
         tx.commit().await?;
         Ok(Some(outcome))

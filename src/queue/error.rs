@@ -19,6 +19,9 @@ pub enum Error {
     /// The row is in a state from which this can't be done.
     #[error("a {from} job can't be {wanted}")]
     InvalidTransition { from: Status, wanted: &'static str },
+    /// The resource was let go a short while ago: it is being deleted, and gets no row any more.
+    #[error("the resource is being deleted")]
+    Released,
     /// Another transaction holds the row just now.
     #[error("another transaction holds the job's row")]
     RowLocked,
@@ -62,6 +65,7 @@ impl Error {
             },
             Self::PayloadInvalid { .. }
             | Self::IdempotencyConflict { .. }
+            | Self::Released
             | Self::InvalidTransition { .. }
             | Self::NotFound
             | Self::UnknownPooler

@@ -32,6 +32,7 @@ mod inspect;
 mod lanes;
 mod listen;
 mod notify;
+mod orphans;
 mod rescue;
 mod resources;
 mod row;

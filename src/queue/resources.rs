@@ -29,6 +29,9 @@ pub enum Held {
 /// A resource by name and uid.
 pub type ResourceRef = Owner;
 
+/// For how long a release is remembered, in seconds: longer than any controller goes on that leads no more.
+pub(super) const RELEASE_KEPT_SECONDS: i32 = 600;
+
 /// What became of a resource's hold on its row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Release {
@@ -194,12 +197,22 @@ impl Queue {
     }
 
     /// The resource is going: its hold ends, and with the last hold the job is cancelled. Safe to repeat; while the
-    /// answer is [`Release::PendingOnWorker`] the hold stays, so that the end of the row is made known.
+    /// answer is [`Release::PendingOnWorker`] the hold stays, so that the end of the row is made known. From any other
+    /// answer on, for ten minutes, [`Queue::enqueue`] refuses the resource.
     ///
     /// # Errors
     /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout); nothing is half done.
     pub async fn release(&self, uid: Uuid) -> Result<Release> {
-        let (release, cancel) = self.bounded(self.release_hold(uid)).await?;
+        let (release, cancel) = self
+            .bounded(async {
+                loop {
+                    // Each further round follows an enqueue, of which there is at most one.
+                    if let Some(done) = self.release_hold(uid).await? {
+                        return Ok(done);
+                    }
+                }
+            })
+            .await?;
         if let Some(outcome) = cancel {
             self.notify_cancel(outcome);
         }
@@ -209,13 +222,36 @@ impl Queue {
         Ok(release)
     }
 
-    async fn release_hold(&self, uid: Uuid) -> Result<(Release, Option<CancelOutcome>)> {
+    /// None when the resource got a row just now.
+    async fn release_hold(&self, uid: Uuid) -> Result<Option<(Release, Option<CancelOutcome>)>> {
         let mut tx = self.pool.begin().await?;
         let held: Option<(Uuid,)> = sqlx::query_as("SELECT job_id FROM job_resources WHERE uid = $1")
             .bind(uid)
             .fetch_optional(&mut *tx)
             .await?;
-        let Some((job,)) = held else { return Ok((Release::Ended, None)) };
+        let Some((job,)) = held else {
+            // A controller that leads no more may be enqueueing it. The key of job_resources is where they meet: an
+            // enqueue that was first is waited for here, one that comes later finds the release.
+            let noted = sqlx::query(
+                "WITH place AS ( \
+                     INSERT INTO job_resources (uid, job_id, install, namespace, name) VALUES ($1, $2, $3, '', '') \
+                     ON CONFLICT (uid) DO NOTHING RETURNING uid) \
+                 INSERT INTO job_releases (uid) SELECT uid FROM place \
+                 ON CONFLICT (uid) DO UPDATE SET released_at = now()",
+            )
+            .bind(uid)
+            .bind(Uuid::nil())
+            .bind(&self.settings.install)
+            .execute(&mut *tx)
+            .await?
+            .rows_affected();
+            if noted == 0 {
+                return Ok(None);
+            }
+            sqlx::query("DELETE FROM job_resources WHERE uid = $1").bind(uid).execute(&mut *tx).await?;
+            tx.commit().await?;
+            return Ok(Some((Release::Ended, None)));
+        };
         // The job before its resources, as the purge and the enqueue of a sharer take them.
         let row: Option<(Option<Uuid>,)> = sqlx::query_as("SELECT owner_uid FROM jobs WHERE id = $1 FOR UPDATE")
             .bind(job)
@@ -242,7 +278,14 @@ impl Queue {
                 Release::PendingOnWorker
             }
             Some(CancelOutcome::CancelledNow | CancelOutcome::AlreadyTerminal) | None => {
-                sqlx::query("DELETE FROM job_resources WHERE uid = $1").bind(uid).execute(&mut *tx).await?;
+                sqlx::query(
+                    "WITH gone AS (DELETE FROM job_resources WHERE uid = $1 RETURNING uid) \
+                     INSERT INTO job_releases (uid) SELECT uid FROM gone \
+                     ON CONFLICT (uid) DO UPDATE SET released_at = now()",
+                )
+                .bind(uid)
+                .execute(&mut *tx)
+                .await?;
                 // The next holder owns the row; a row without one is nobody's, and nobody's status is due. The heir's
                 // spec is to reach a row that lives, so it must look.
                 sqlx::query(
@@ -264,7 +307,7 @@ impl Queue {
             }
         };
         tx.commit().await?;
-        Ok((release, cancel))
+        Ok(Some((release, cancel)))
     }
 
     /// Forgets that the resource had a row, if that is there no more; a row that was made meanwhile stays its own.
@@ -320,47 +363,5 @@ impl Queue {
             self.notify(Channel::Changed);
         }
         Ok(edited)
-    }
-
-    /// Resources that hold live rows of this install, in order of uid after `after`: for the orphan sweep.
-    ///
-    /// # Errors
-    /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout).
-    pub async fn holders_of_live_rows(&self, after: Uuid, limit: i64) -> Result<Vec<ResourceRef>> {
-        self.resources(
-            "SELECT r.uid, r.namespace, r.name FROM job_resources r JOIN jobs j ON j.id = r.job_id \
-             WHERE r.install = $1 AND r.uid > $2 \
-               AND (j.mirror_due OR j.status IN ('queued', 'retrying', 'running')) ORDER BY r.uid LIMIT $3",
-            after,
-            limit,
-        )
-        .await
-    }
-
-    /// Resources whose row is gone though nothing of ours removed it.
-    ///
-    /// # Errors
-    /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout).
-    pub async fn holders_of_vanished_rows(&self, after: Uuid, limit: i64) -> Result<Vec<ResourceRef>> {
-        self.resources(
-            "SELECT r.uid, r.namespace, r.name FROM job_resources r \
-             WHERE r.install = $1 AND r.uid > $2 AND NOT EXISTS (SELECT FROM jobs j WHERE j.id = r.job_id) \
-               AND NOT EXISTS (SELECT FROM job_keys k WHERE k.install = r.install AND k.namespace = r.namespace \
-                   AND k.job_id = r.job_id) \
-             ORDER BY r.uid LIMIT $3",
-            after,
-            limit,
-        )
-        .await
-    }
-
-    async fn resources(&self, sql: &'static str, after: Uuid, limit: i64) -> Result<Vec<ResourceRef>> {
-        let rows: Vec<(Uuid, String, String)> = self
-            .bounded(async {
-                let query = sqlx::query_as(sql).bind(&self.settings.install).bind(after).bind(limit);
-                Ok(query.fetch_all(&self.pool).await?)
-            })
-            .await?;
-        Ok(rows.into_iter().map(|(uid, namespace, name)| ResourceRef { uid, namespace, name }).collect())
     }
 }

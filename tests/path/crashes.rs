@@ -21,7 +21,7 @@ async fn a_controller_killed_between_the_insert_and_the_status_makes_one_row_and
     let id = site.until_enqueued(&object).await;
     site.until_row(id, "succeeded").await;
     site.proxy.until_holding().await;
-    controller.kill();
+    site.kill(&mut controller).await;
     site.proxy.until_abandoned().await;
     assert_eq!(site.get("a").await.unwrap().status.unwrap().job_id, None, "it was killed before it wrote");
     site.proxy.pass();
@@ -40,7 +40,7 @@ async fn a_controller_killed_before_it_showed_a_waiting_job_finds_its_row_again(
     let object = site.create("a", site.hook("/ok")).await;
     let id = site.until_enqueued(&object).await;
     site.proxy.until_holding().await;
-    controller.kill();
+    site.kill(&mut controller).await;
     site.proxy.until_abandoned().await;
     site.proxy.pass();
 
@@ -56,9 +56,9 @@ async fn a_controller_killed_before_it_showed_a_waiting_job_finds_its_row_again(
 async fn a_controller_killed_at_any_of_its_writes_comes_to_the_same_end() {
     let site = Site::new().await;
     let _worker = site.worker().start().await;
+    let mut controller = site.controller().start().await;
     for write in 0..3 {
         for sent in [false, true] {
-            let mut controller = site.controller().start().await;
             let name = format!("write-{write}-{}", if sent { "sent" } else { "unsent" });
             let (target, about, proxy) = (format!("/ok?{name}"), name.clone(), site.proxy.clone());
             let is_chosen = move |call: &Call| {
@@ -71,11 +71,11 @@ async fn a_controller_killed_at_any_of_its_writes_comes_to_the_same_end() {
             }
             site.create(&name, site.hook(&target)).await;
             site.proxy.until_holding().await;
-            controller.kill();
+            site.kill(&mut controller).await;
             site.proxy.until_abandoned().await;
             site.proxy.pass();
 
-            let _controller = site.controller().start().await;
+            controller = site.controller().start().await;
             site.until_phase(&name, Phase::Succeeded).await;
             until_true("the finalizer is gone", PATIENCE, async || {
                 !site.get(&name).await.unwrap().finalizers().iter().any(|finalizer| finalizer == FINALIZER)
@@ -92,8 +92,8 @@ async fn a_controller_killed_at_any_of_its_writes_comes_to_the_same_end() {
 async fn a_controller_killed_while_it_cancels_comes_to_the_same_end() {
     let site = Site::new().await;
     let later = json!({"runAt": "2099-01-01T00:00:00Z"});
+    let mut controller = site.controller().start().await;
     for name in ["unsent", "sent"] {
-        let mut controller = site.controller().start().await;
         site.create(name, with(site.hook("/ok"), later.clone())).await;
         let id = job_id(&site.until_phase(name, Phase::Queued).await);
         let is_about = move |call: &Call| call.is_write() && call.is_about(name);
@@ -105,12 +105,12 @@ async fn a_controller_killed_while_it_cancels_comes_to_the_same_end() {
         site.delete(name).await;
         site.proxy.until_holding().await;
         assert_eq!(site.row(id).await.status, "cancelled", "the row ends before the finalizer goes");
-        controller.kill();
+        site.kill(&mut controller).await;
         site.proxy.until_abandoned().await;
         site.proxy.pass();
         assert_eq!(site.get(name).await.is_some(), name == "unsent");
 
-        let _controller = site.controller().start().await;
+        controller = site.controller().start().await;
         site.until_gone(name, PROMPTLY).await;
         assert_eq!(site.row(id).await.status, "cancelled");
     }

@@ -65,7 +65,7 @@ async fn what_is_deleted_while_no_controller_runs_is_cancelled_when_one_is_back(
     site.create("running", site.hook("/gate/running")).await;
     let waiting = job_id(&site.until_phase("waiting", Phase::Queued).await);
     let running = job_id(&site.until_phase("running", Phase::Running).await);
-    controller.kill();
+    site.kill(&mut controller).await;
     site.delete("waiting").await;
     site.delete("running").await;
     for name in ["waiting", "running"] {

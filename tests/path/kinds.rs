@@ -43,6 +43,7 @@ impl Site {
             self.kubectl_anywhere(&["create", "token", "--namespace", &home, &format!("e2e{account}")], "").await;
 
         let mut config = config(&self.stores.kubeconfig).await;
+        config.default_namespace = home;
         config.auth_info = AuthInfo { token: Some(token.trim().to_owned().into()), ..AuthInfo::default() };
         let proxy = ApiProxy::start(config).await;
         let setup = self.controller().set("KUBECONFIG", proxy.kubeconfig(self.directory.path()).display());

@@ -27,6 +27,7 @@ mod deletion;
 mod idle;
 mod keys;
 mod kinds;
+mod leader;
 mod outages;
 mod readme;
 mod refusals;

@@ -206,12 +206,12 @@ async fn a_right_that_is_missing_in_one_namespace_holds_up_no_other() {
 async fn a_controller_without_an_api_server_waits_for_it_and_then_works() {
     let site = Site::new().await;
     let (port, _worker) = (free_address().port(), site.worker().start().await);
-    let kubeconfig = api_proxy::kubeconfig(port, site.directory.path());
+    let kubeconfig = api_proxy::kubeconfig(port, site.directory.path(), &site.namespace);
     let controller = site.controller().set("KUBECONFIG", kubeconfig.display()).launch();
     until_true(
         "it says what it waits for",
         PATIENCE,
-        async || matches!(controller.get("/readyz").await, (503, text) if text.contains("kubernetes: not ready: ")),
+        async || matches!(controller.get("/readyz").await, (503, text) if text.contains("kubernetes: not ready: the Lease")),
     )
     .await;
     site.create("a", site.hook("/ok")).await;

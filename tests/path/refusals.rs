@@ -67,7 +67,7 @@ async fn what_is_rejected_can_be_deleted_while_everything_else_is_down() {
     let mut controller = site.controller().start().await;
     site.create("bad", json!({"kind": "summarize_text", "payload": {"text": "\u{2003}"}})).await;
     site.until_phase("bad", Phase::Rejected).await;
-    controller.kill();
+    site.kill(&mut controller).await;
     site.delete("bad").await;
     site.until_gone("bad", PROMPTLY).await;
 }

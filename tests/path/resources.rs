@@ -202,7 +202,7 @@ async fn finished_resources_run_nothing_again_when_the_database_is_older_than_th
     for n in 0..5 {
         site.until_phase(&format!("a-{n}"), Phase::Succeeded).await;
     }
-    controller.kill();
+    site.kill(&mut controller).await;
     site.database.run("DELETE FROM jobs; DELETE FROM job_resources").await;
     let _controller = site.controller().start().await;
     site.create("new", site.hook("/ok?new")).await;
@@ -240,7 +240,7 @@ async fn a_status_of_another_shape_is_understood_or_made_anew() {
         site.create(name, with(site.hook("/ok"), json!({"runAt": LATER}))).await;
         ids.push(job_id(&site.until_phase(name, Phase::Queued).await));
     }
-    controller.kill();
+    site.kill(&mut controller).await;
     for (name, status) in [
         ("empty", json!({})),
         ("old", json!({"phase": "Hibernating", "attempts": 0, "conditions": [], "observedGeneration": 1})),
@@ -264,7 +264,7 @@ async fn a_row_whose_resource_was_stripped_of_its_finalizer_is_cancelled() {
     site.create("b", with(site.hook("/ok"), json!({"runAt": LATER}))).await;
     let id = job_id(&site.until_phase("a", Phase::Queued).await);
     let other = job_id(&site.until_phase("b", Phase::Queued).await);
-    controller.kill();
+    site.kill(&mut controller).await;
     site.delete("a").await;
     site.patch("a", json!({"metadata": {"finalizers": null}})).await;
     site.until_gone("a", PROMPTLY).await;

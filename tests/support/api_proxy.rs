@@ -39,6 +39,11 @@ impl Call {
         self.method == "PATCH" && self.path.ends_with("/status")
     }
 
+    /// Whether it is about who leads.
+    pub fn is_election(&self) -> bool {
+        self.path.contains("/leases")
+    }
+
     /// Whether it is about this JobRequest.
     pub fn is_about(&self, name: &str) -> bool {
         self.path.split('/').skip_while(|part| *part != "jobrequests").nth(1) == Some(name)
@@ -77,6 +82,8 @@ impl Drop for Held {
 #[derive(Clone)]
 pub struct ApiProxy {
     pub address: SocketAddr,
+    /// Where programs that come this way are at home.
+    namespace: String,
     upstream: Client,
     calls: Arc<Mutex<Vec<Call>>>,
     rule: watch::Sender<Rule>,
@@ -94,6 +101,7 @@ impl ApiProxy {
         let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await.unwrap();
         let proxy = Self {
             address: listener.local_addr().unwrap(),
+            namespace: config.default_namespace.clone(),
             upstream: Client::try_from(config).unwrap(),
             calls: Arc::default(),
             rule: watch::Sender::default(),
@@ -106,16 +114,16 @@ impl ApiProxy {
 
     /// Writes a kubeconfig that leads here.
     pub fn kubeconfig(&self, directory: &Path) -> PathBuf {
-        kubeconfig(self.address.port(), directory)
+        kubeconfig(self.address.port(), directory, &self.namespace)
     }
 
     pub fn calls(&self) -> Vec<Call> {
         self.calls.lock().unwrap().clone()
     }
 
-    /// The calls that changed something, or tried to.
+    /// The calls that changed something, or tried to, but for the election.
     pub fn writes(&self) -> Vec<Call> {
-        self.calls().into_iter().filter(Call::is_write).collect()
+        self.calls().into_iter().filter(|call| call.is_write() && !call.is_election()).collect()
     }
 
     /// Holds the calls of this choice unsent, until [`ApiProxy::pass`]. Those whose caller dies are never sent.
@@ -159,14 +167,14 @@ impl ApiProxy {
     }
 }
 
-/// Writes a kubeconfig that leads to a proxy on this port of loopback.
-pub fn kubeconfig(port: u16, directory: &Path) -> PathBuf {
+/// Writes a kubeconfig that leads to a proxy on this port of loopback, and to this namespace.
+pub fn kubeconfig(port: u16, directory: &Path, namespace: &str) -> PathBuf {
     let path = directory.join(format!("proxy-{port}.kubeconfig"));
     let config = json!({
         "apiVersion": "v1", "kind": "Config", "current-context": "proxy",
         "clusters": [{"name": "proxy", "cluster": {"server": format!("http://127.0.0.1:{port}")}}],
         "users": [{"name": "proxy", "user": {}}],
-        "contexts": [{"name": "proxy", "context": {"cluster": "proxy", "user": "proxy", "namespace": "default"}}],
+        "contexts": [{"name": "proxy", "context": {"cluster": "proxy", "user": "proxy", "namespace": namespace}}],
     });
     std::fs::write(&path, config.to_string()).unwrap();
     path

@@ -7,6 +7,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use jobrequest::api::{JobRequest, Phase};
+use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::Namespace;
 use kube::api::{DeleteParams, ListParams, PostParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
@@ -25,6 +26,9 @@ use super::wait::{PATIENCE, until};
 
 /// What a user may wait for a deletion that has nothing to wait for.
 pub const PROMPTLY: Duration = Duration::from_secs(5);
+
+/// The Lease of the install that tests use.
+pub const LEASE: &str = "jobrequest-default";
 
 pub struct Site {
     pub namespace: String,
@@ -122,7 +126,7 @@ impl Site {
         jobrequest::queue::migrate(&database.options()).await.unwrap();
         Self {
             jobs: Api::namespaced(client.clone(), &namespace),
-            proxy: ApiProxy::start(config(&stores.kubeconfig).await).await,
+            proxy: proxy(&stores, &namespace).await,
             sink: Sink::serving(file).await,
             smtp: SmtpServer::start().await,
             directory: tempfile::tempdir().unwrap(),
@@ -133,6 +137,18 @@ impl Site {
     }
 
     // --- programs
+
+    /// Another way to the API server, with a list and rules of its own.
+    pub async fn another_proxy(&self) -> ApiProxy {
+        proxy(&self.stores, &self.namespace).await
+    }
+
+    /// Kills a controller without a word, and takes its Lease away, so that the next one need not wait for its end.
+    pub async fn kill(&self, controller: &mut Program) {
+        controller.kill();
+        let leases: Api<Lease> = Api::namespaced(self.jobs.clone().into_client(), &self.namespace);
+        drop(leases.delete(LEASE, &DeleteParams::default()).await.unwrap());
+    }
 
     /// A controller for this site's namespace, whose calls go through [`Site::proxy`].
     pub fn controller(&self) -> Setup {
@@ -311,6 +327,13 @@ pub async fn run(mut command: Command, input: String) -> Output {
         child.wait_with_output().unwrap()
     });
     done.await.unwrap()
+}
+
+/// The Lease lies in the site's own namespace: each has its own leader.
+async fn proxy(stores: &Stores, namespace: &str) -> ApiProxy {
+    let mut config = config(&stores.kubeconfig).await;
+    config.default_namespace = namespace.to_owned();
+    ApiProxy::start(config).await
 }
 
 /// The client configuration that a kubeconfig file says.
