@@ -4,8 +4,9 @@ use std::ffi::OsString;
 
 const PREFIX: &str = "JOBREQUEST_";
 
-/// Ours, but not the program's: the scripts under tests/cluster set them.
-const OTHERS: [&str; 3] = ["JOBREQUEST_CACHE", "JOBREQUEST_CLUSTER_DIR", "JOBREQUEST_TEST_PROGRAM"];
+/// Ours, but not the program's: the scripts under tests/cluster set them, and all that begin with TESTS.
+const OTHERS: [&str; 2] = ["JOBREQUEST_CACHE", "JOBREQUEST_CLUSTER_DIR"];
+const TESTS: &str = "JOBREQUEST_TEST_";
 
 /// The variables of a command and all below it. Every subcommand knows those of the others: programs that start from
 /// one environment use different parts of it.
@@ -30,7 +31,8 @@ pub(super) fn check(variables: &[OsString], known: &[String]) -> Result<(), Stri
     let mut unknown: Vec<&str> = variables
         .iter()
         .filter_map(|name| name.to_str())
-        .filter(|name| name.starts_with(PREFIX) && !OTHERS.contains(name) && !is_of_a_service(name))
+        .filter(|name| name.starts_with(PREFIX) && !OTHERS.contains(name))
+        .filter(|name| !name.starts_with(TESTS) && !is_of_a_service(name))
         .filter(|name| !known.iter().any(|known| known == name))
         .collect();
     unknown.sort_unstable();
