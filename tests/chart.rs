@@ -133,6 +133,7 @@ fn a_bad_value_is_refused_with_its_name_or_the_remedy() {
         (&[r#"settings.leaseSeconds="30s""#], "/settings/leaseSeconds"),
         (&[r#"settings.install="A""#], "/settings/install"),
         (&[r#"settings.logFormat="xml""#], "/settings/logFormat"),
+        (&[r#"controller.adoptInstall="true""#], "/controller/adoptInstall"),
         (&[r#"egress.allow=["10.0.0.1"]"#], "/egress/allow"),
         (&[r#"watchNamespaces=["a","a"]"#], "/watchNamespaces"),
         (&[r#"migrate.mode="Hook""#], "/migrate/mode"),
@@ -205,7 +206,11 @@ fn every_setting_reaches_the_program_that_reads_it() {
         ("JOBREQUEST_LOG", "info,jobrequest=debug"),
         ("JOBREQUEST_LOG_FORMAT", "text"),
     ];
-    let controller = [("JOBREQUEST_WATCH_NAMESPACES", "a,b"), ("JOBREQUEST_DEFAULT_TTL_SECONDS", "0")];
+    let controller = [
+        ("JOBREQUEST_WATCH_NAMESPACES", "a,b"),
+        ("JOBREQUEST_DEFAULT_TTL_SECONDS", "0"),
+        ("JOBREQUEST_ADOPT_INSTALL", "6a4c1f0e-8f0e-4b57-9f3e-2d9d2a1d7c11"),
+    ];
     let worker = [
         ("JOBREQUEST_POLL_SECONDS", "1"),
         ("JOBREQUEST_EGRESS_ALLOW", "10.1.0.0/16,fd00::/8"),

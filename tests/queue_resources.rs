@@ -797,3 +797,44 @@ mod releases {
         assert_eq!(db.value::<i64>("SELECT count(*) FROM jobs").await, 0);
     }
 }
+
+mod installs {
+    use jobrequest::queue::Binding;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn an_install_belongs_to_the_first_cluster_until_another_adopts_it_by_name() {
+        let db = Database::new().await;
+        let queue = db.queue();
+        let ours = Binding::Ours { adopted: false };
+        let others = |cluster: &str| Binding::Others { cluster: cluster.to_owned() };
+        assert_eq!(queue.bind_install("a", Some("z")).await.expect("answered"), ours, "the first one");
+        assert_eq!(queue.bind_install("a", None).await.expect("answered"), ours, "again");
+        assert_eq!(queue.bind_install("b", None).await.expect("answered"), others("a"));
+        assert_eq!(
+            queue.bind_install("b", Some("c")).await.expect("answered"),
+            others("a"),
+            "not the one that is meant"
+        );
+        assert_eq!(queue.bind_install("b", Some("a")).await.expect("answered"), Binding::Ours { adopted: true });
+        assert_eq!(queue.bind_install("b", Some("a")).await.expect("answered"), ours, "the setting may stay");
+        assert_eq!(queue.bind_install("a", None).await.expect("answered"), others("b"));
+        let theirs = db.queue_with(|settings| settings.install = "theirs".to_owned());
+        assert_eq!(theirs.bind_install("a", None).await.expect("answered"), ours, "another install is not meant");
+    }
+
+    #[tokio::test]
+    async fn of_clusters_that_come_at_once_one_gets_the_install() {
+        let db = Database::new().await;
+        let all = (0..8).map(|n| {
+            let queue = db.queue();
+            tokio::spawn(async move { queue.bind_install(&n.to_string(), None).await.expect("answered") })
+        });
+        let mut ours = 0;
+        for one in all.collect::<Vec<_>>() {
+            ours += usize::from(one.await.expect("no panic") == Binding::Ours { adopted: false });
+        }
+        assert_eq!(ours, 1);
+    }
+}

@@ -116,6 +116,12 @@ pub(super) fn install(text: &str) -> Result<String, String> {
     }
 }
 
+/// A namespace's uid, as Kubernetes writes them.
+pub(super) fn uid(text: &str) -> Result<String, String> {
+    let uid: uuid::Uuid = text.parse().map_err(|_| "is not a uid: 8-4-4-4-12 hexadecimal digits".to_owned())?;
+    Ok(uid.to_string())
+}
+
 /// A Postgres URL; the message holds no part of it.
 pub(super) fn database(url: &str) -> Result<PgConnectOptions, String> {
     let example = "write it as postgres://user:password@host:5432/database";

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::Context;
 use super::watch::Watch;
+use super::{Context, Error, Result};
 use crate::admin::{Beat, Part};
 use crate::queue::{Channel, Listener, Queue, ResourceRef, SchemaState};
 
@@ -74,15 +74,15 @@ pub(super) async fn look(queue: &Queue, part: &Part) -> Infallible {
     }
 }
 
-async fn check(queue: &Queue) -> Result<(), PassError> {
+async fn check(queue: &Queue) -> Result<()> {
     match queue.schema_state().await? {
         SchemaState::Current => Ok(()),
-        SchemaState::Behind(missing) => Err(PassError::Schema { missing }),
+        SchemaState::Behind(missing) => Err(Error::Schema { missing }),
     }
 }
 
-/// Passes over due rows until dropped.
-pub(super) async fn run(context: Arc<Context>, trigger: Trigger, listener: Listener, part: Part, beat: Beat) {
+/// Passes over due rows until dropped, or until the rows prove to be another cluster's.
+pub(super) async fn run(context: Arc<Context>, trigger: Trigger, listener: Listener, part: Part, beat: Beat) -> Error {
     let mut pause = POLL;
     let mut answered = vec![false; trigger.watches.len()];
     loop {
@@ -92,6 +92,7 @@ pub(super) async fn run(context: Arc<Context>, trigger: Trigger, listener: Liste
                 part.ready();
                 context.gate.open().iter().for_each(|resource| trigger.send(resource, &context.due));
             }
+            Err(error @ Error::OtherCluster { .. }) => return error,
             Err(error) => {
                 part.not_ready(error.to_string());
                 context.gate.close().iter().for_each(|resource| trigger.send(resource, &context.due));
@@ -116,9 +117,10 @@ pub(super) async fn run(context: Arc<Context>, trigger: Trigger, listener: Liste
     }
 }
 
-async fn pass(context: &Context, trigger: &Trigger, beat: &Beat) -> Result<(), PassError> {
+async fn pass(context: &Context, trigger: &Trigger, beat: &Beat) -> Result<()> {
     if !context.gate.is_open() {
         check(&context.queue).await?;
+        context.cluster.bind(&context.queue).await?;
     }
     let mut after = None;
     loop {
@@ -135,16 +137,8 @@ async fn pass(context: &Context, trigger: &Trigger, beat: &Beat) -> Result<(), P
     }
 }
 
-#[derive(Debug, thiserror::Error)]
-enum PassError {
-    #[error(transparent)]
-    Queue(#[from] crate::queue::Error),
-    #[error("the schema lacks {missing} migrations: run `jobrequest migrate`")]
-    Schema { missing: usize },
-}
-
 /// Ends leases that have run out, for all kinds: a worker pool at zero must not leave rows and finalizers hanging.
-pub(super) async fn rescue(queue: Queue, context: Arc<Context>, every: Duration) {
+pub(super) async fn rescue(queue: Queue, context: Arc<Context>, every: Duration) -> Infallible {
     loop {
         tokio::time::sleep(every).await;
         if !context.gate.is_open() {

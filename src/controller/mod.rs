@@ -8,6 +8,7 @@
 //! before the finalizer goes, so that a deleted resource's job is never left running unseen.
 
 mod back_off;
+mod cluster;
 mod fence;
 mod gate;
 mod leader;
@@ -30,6 +31,7 @@ use kube::Client;
 use kube::client::ClientBuilder;
 use kube::runtime::controller::{Action, Config, Controller};
 use sqlx::postgres::PgConnectOptions;
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tower::filter::FilterLayer;
 
@@ -58,6 +60,8 @@ pub struct Settings {
     pub lease: Duration,
     /// Reconciles at once. One API server bears about 16 writes in flight; more only wait there.
     pub concurrency: u16,
+    /// The uid of the cluster whose rows and keys this one takes over.
+    pub adopt_install: Option<String>,
 }
 
 /// What can go wrong in a reconcile.
@@ -75,6 +79,15 @@ pub enum Error {
     NoUid,
     #[error("the resource changed at each try to write its status")]
     Contended,
+    #[error("the schema lacks {missing} migrations: run `jobrequest migrate`")]
+    Schema { missing: usize },
+    /// Final: nothing is done with another cluster's rows.
+    #[error(
+        "install `{install}` of this database belongs to the cluster {bound}, and this is the cluster {this}: give it a \
+         JOBREQUEST_INSTALL of its own; or, if it takes the place of the other one, stop that one's controller and set \
+         JOBREQUEST_ADOPT_INSTALL={bound}"
+    )]
+    OtherCluster { install: String, bound: String, this: String },
     #[error("no way to the API server: {0}")]
     Config(#[from] kube::config::InferConfigError),
 }
@@ -89,6 +102,8 @@ impl Error {
             Self::Patch(_) => "patch",
             Self::NoUid => "no_uid",
             Self::Contended => "contended",
+            Self::Schema { .. } => "schema",
+            Self::OtherCluster { .. } => "other_cluster",
             Self::Config(_) => "config",
         }
     }
@@ -111,6 +126,7 @@ fn brief(error: &kube::Error) -> String {
 struct Context {
     client: Client,
     queue: Queue,
+    cluster: cluster::Cluster,
     gate: gate::Gate,
     due: mirror::Due,
     young: young::Young,
@@ -123,7 +139,8 @@ struct Context {
 /// Postgres itself, for LISTEN.
 ///
 /// # Errors
-/// [`Error::Config`] when there is no kubeconfig and no service account; everything later is waited for.
+/// [`Error::Config`] when there is no kubeconfig and no service account; [`Error::OtherCluster`] when the install's rows
+/// are another cluster's. Everything else is waited for.
 pub async fn run(
     settings: Settings,
     queue: Queue,
@@ -150,7 +167,7 @@ pub async fn run(
         };
         metrics.leads(true);
         let ended = tokio::select! {
-            ended = leading.run(&shutdown) => ended,
+            ended = leading.run(&shutdown, &beat) => ended,
             () = election.keep(&mut term, &beat) => Ok(()),
         };
         metrics.leads(false);
@@ -173,13 +190,16 @@ struct Leading {
 
 impl Leading {
     /// Until the shutdown, whose drain is bounded. Dropped, it ends at once: that is safe anywhere.
-    async fn run(&self, shutdown: &CancellationToken) -> Result<()> {
+    async fn run(&self, shutdown: &CancellationToken, beat: &Beat) -> Result<()> {
         let Self { settings, client, queue, direct, health, metrics } = self;
-        let Settings { name: _, watch_namespaces, default_ttl, lease, concurrency } = settings;
+        let Settings { name: _, watch_namespaces, default_ttl, lease, concurrency, adopt_install } = settings;
         let kubernetes = health.part("kubernetes");
+        let cluster = cluster::Cluster::identify(client, adopt_install.clone(), &kubernetes, beat);
+        let Some(cluster) = shutdown.run_until_cancelled(cluster).await else { return Ok(()) };
         let context = Arc::new(Context {
             client: client.clone(),
             queue: queue.clone(),
+            cluster,
             gate: gate::Gate::default(),
             due: mirror::Due::default(),
             young: young::Young::default(),
@@ -191,12 +211,14 @@ impl Leading {
         let watches = Arc::new(watches);
         let trigger = mirror::Trigger { watches: watches.clone() };
 
-        let mut loops = tokio::task::JoinSet::new();
+        let mut loops = JoinSet::new();
         let listener = Listener::spawn(direct.clone(), &[Channel::Changed]);
         let mirror = Beating(health.beat("mirror", SILENCE));
         loops.spawn(mirror::run(context.clone(), trigger.clone(), listener, health.part("postgres"), mirror.0.clone()));
-        loops.spawn(mirror::rescue(queue.clone(), context.clone(), *lease / 3));
-        loops.spawn(watch::probe(watches.clone(), kubernetes));
+        let rescue = mirror::rescue(queue.clone(), context.clone(), *lease / 3);
+        loops.spawn(async move { match rescue.await {} });
+        let probe = watch::probe(watches.clone(), kubernetes);
+        loops.spawn(async move { match probe.await {} });
         loops.spawn(orphans::run(context.clone(), trigger));
 
         let share = u16::try_from(usize::from(*concurrency).div_ceil(streams.len())).unwrap_or(1);
@@ -221,12 +243,21 @@ impl Leading {
             tokio::time::sleep(DRAIN).await;
         };
         tokio::select! {
-            _ = futures::future::join_all(controllers) => {}
-            () = late => {}
+            _ = futures::future::join_all(controllers) => Ok(()),
+            () = late => Ok(()),
+            error = first_error(&mut loops) => Err(error),
         }
-        loops.shutdown().await;
-        Ok(())
     }
+}
+
+/// A loop that ended with an error. One that panicked falls silent, which is what /healthz looks for.
+async fn first_error(loops: &mut JoinSet<Error>) -> Error {
+    while let Some(ended) = loops.join_next().await {
+        if let Ok(error) = ended {
+            return error;
+        }
+    }
+    std::future::pending().await
 }
 
 /// A beat whose loop may be dropped: that is no silence.

@@ -11,7 +11,7 @@ use std::time::Duration;
 use kube::{Api, ResourceExt};
 use uuid::Uuid;
 
-use super::{Context, Result, mirror::Trigger, patch, watch::Watch};
+use super::{Context, Error, Result, mirror::Trigger, patch, watch::Watch};
 use crate::api::JobRequest;
 use crate::queue::ResourceRef;
 
@@ -19,8 +19,8 @@ use crate::queue::ResourceRef;
 pub(super) const PERIOD: Duration = Duration::from_secs(15);
 const PAGE: i64 = 500;
 
-/// Sweeps until dropped.
-pub(super) async fn run(context: Arc<Context>, trigger: Trigger) {
+/// Sweeps until dropped, or until the rows prove to be another cluster's.
+pub(super) async fn run(context: Arc<Context>, trigger: Trigger) -> Error {
     let mut missing = HashSet::new();
     loop {
         tokio::time::sleep(PERIOD).await;
@@ -30,6 +30,7 @@ pub(super) async fn run(context: Arc<Context>, trigger: Trigger) {
         }
         match look(&context, &trigger, &missing).await {
             Ok(now) => missing = now,
+            Err(error @ Error::OtherCluster { .. }) => return error,
             Err(error) => {
                 tracing::debug!(error = %error, "no look for orphans this time");
                 missing.clear();
@@ -40,6 +41,7 @@ pub(super) async fn run(context: Arc<Context>, trigger: Trigger) {
 
 /// One look: cancels what was missing before too, and returns what is missing now.
 async fn look(context: &Context, trigger: &Trigger, before: &HashSet<Uuid>) -> Result<HashSet<Uuid>> {
+    context.cluster.confirm(&context.queue).await?;
     context.queue.forget_releases().await?;
     let mut missing = HashSet::new();
     let mut after = Uuid::nil();
@@ -53,6 +55,7 @@ async fn look(context: &Context, trigger: &Trigger, before: &HashSet<Uuid>) -> R
             if !before.contains(&resource.uid) {
                 missing.insert(resource.uid);
             } else if is_gone(context, resource).await? {
+                context.cluster.confirm_server(&context.client, &context.queue).await?;
                 let ResourceRef { uid, namespace, name } = resource;
                 tracing::warn!(%uid, namespace, name, "the resource is gone without a cancel: its hold on the row ends");
                 context.queue.release(*uid).await?;

@@ -2,6 +2,7 @@
 //!
 //! The cache keeps no payloads: a row is made from a fresh read, and nothing else needs them.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -152,7 +153,7 @@ pub(super) fn start(client: &Client, namespaces: &[String], part: &Part) -> (Vec
 }
 
 /// Says when the API server is there: at the start, and again after a watch has failed. Asks nothing while all is well.
-pub(super) async fn probe(watches: Arc<Vec<Watch>>, part: Part) {
+pub(super) async fn probe(watches: Arc<Vec<Watch>>, part: Part) -> Infallible {
     let mut pause = PROBE_MIN;
     loop {
         let silent: Vec<&Watch> = watches.iter().filter(|watch| !watch.answers()).collect();

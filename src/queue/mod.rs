@@ -1,4 +1,4 @@
-//! The queue: Postgres, and the only code that writes `jobs`, `job_resources` and `job_keys`.
+//! The queue: Postgres, and the only code that writes `jobs` and the tables around it.
 //!
 //! A job's life is a walk through [`Status`](crate::job::Status); each step is one operation here, one statement or
 //! short transaction, whose WHERE carries its guard:
@@ -29,6 +29,7 @@ mod enqueue;
 mod error;
 mod finish;
 mod inspect;
+mod installs;
 mod lanes;
 mod listen;
 mod notify;
@@ -51,6 +52,7 @@ pub use enqueue::{EnqueueOutcome, NewJob, Owner, PAYLOAD_MAX_BYTES, PAYLOAD_MAX_
 pub use error::{Error, Result};
 pub use finish::{AttemptEnd, AttemptFailure, Finish, Unfinished};
 pub use inspect::{KindDepth, ListFilter};
+pub use installs::Binding;
 pub use lanes::{Lane, LaneHead, Mark, Payloads, SurveyFrom, Want};
 pub use listen::Listener;
 pub use notify::Channel;

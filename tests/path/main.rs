@@ -25,6 +25,7 @@ mod wait;
 mod crashes;
 mod deletion;
 mod idle;
+mod installs;
 mod keys;
 mod kinds;
 mod leader;

@@ -20,7 +20,7 @@ const SWEEPS: Duration = Duration::from_secs(60);
 const FOREIGN: &str = "test.example/hold";
 
 impl Site {
-    async fn patch(&self, name: &str, patch: Value) {
+    pub(super) async fn patch(&self, name: &str, patch: Value) {
         self.jobs.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await.unwrap();
     }
 

@@ -140,6 +140,9 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if not (kindIs "invalid" .Values.controller.defaultTtlSeconds) }}
 - {name: JOBREQUEST_DEFAULT_TTL_SECONDS, value: {{ .Values.controller.defaultTtlSeconds | int64 | quote }}}
 {{- end }}
+{{- with .Values.controller.adoptInstall }}
+- {name: JOBREQUEST_ADOPT_INSTALL, value: {{ . | quote }}}
+{{- end }}
 {{- end }}
 
 {{- /* Whether a pool runs a kind: "true" or nothing. Give (dict "pool" <the pool with its defaults> "kind" <kind>). */ -}}
