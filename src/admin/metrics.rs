@@ -31,6 +31,8 @@ pub struct Metrics {
     reconciles: Family<ReconcileOutcome, Counter>,
     reconcile_duration: Histogram,
     leader: Gauge,
+    orphans_ended: Counter,
+    orphans_held_back: Gauge,
 }
 
 /// How an attempt ended, as `worker_jobs_completed_total` and `worker_job_duration_seconds` name it.
@@ -107,6 +109,7 @@ impl Metrics {
         let (start_latency, status_lag, reconcile_duration) = (seconds(), seconds(), seconds());
         let reconciles = Family::default();
         let leader = Gauge::default();
+        let (orphans_ended, orphans_held_back) = (Counter::default(), Gauge::default());
         // The registry adds `_total` to a counter's name and a full stop to the help.
         registry.register("worker_jobs_started", "Attempts started, by kind", started.clone());
         registry.register("worker_jobs_completed", "Attempts ended, by kind and outcome", completed.clone());
@@ -126,6 +129,16 @@ impl Metrics {
         registry.register("jobrequest_reconciles", "Reconciles, by outcome", reconciles.clone());
         registry.register("jobrequest_reconcile_duration_seconds", "Time of one reconcile", reconcile_duration.clone());
         registry.register("jobrequest_controller_leader", "1 while this controller leads its install", leader.clone());
+        registry.register(
+            "jobrequest_orphans_ended",
+            "Resources that were gone without a cancel, whose hold on a row was ended",
+            orphans_ended.clone(),
+        );
+        registry.register(
+            "jobrequest_orphans_held_back",
+            "Orphans that are not ended yet, since they are most of the live rows",
+            orphans_held_back.clone(),
+        );
         Self {
             registry: Arc::new(registry),
             kinds: kinds.into_iter().collect(),
@@ -139,6 +152,8 @@ impl Metrics {
             reconciles,
             reconcile_duration,
             leader,
+            orphans_ended,
+            orphans_held_back,
         }
     }
 
@@ -191,6 +206,16 @@ impl Metrics {
         self.leader.set(leads.into());
     }
 
+    /// A resource's hold on its row was ended by the sweep.
+    pub fn orphan_ended(&self) {
+        self.orphans_ended.inc();
+    }
+
+    /// So many of them wait for the sweep's brake.
+    pub fn orphans_held_back(&self, count: usize) {
+        self.orphans_held_back.set(i64::try_from(count).unwrap_or(i64::MAX));
+    }
+
     /// Everything as OpenMetrics text.
     pub fn text(&self) -> String {
         let mut text = String::new();
@@ -216,6 +241,8 @@ mod tests {
         metrics.reconciled("applied", Duration::from_millis(1));
         metrics.status_written(Duration::from_millis(1));
         metrics.leads(true);
+        metrics.orphan_ended();
+        metrics.orphans_held_back(60);
         let text = metrics.text();
         for line in [
             "worker_jobs_started_total{kind=\"send_email\"} 1",
@@ -226,6 +253,8 @@ mod tests {
             "jobrequest_reconciles_total{outcome=\"applied\"} 1",
             "jobrequest_reconcile_duration_seconds_count 1",
             "jobrequest_controller_leader 1",
+            "jobrequest_orphans_ended_total 1",
+            "jobrequest_orphans_held_back 60",
         ] {
             assert!(text.lines().any(|have| have == line), "{line} is not in\n{text}");
         }

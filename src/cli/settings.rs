@@ -182,6 +182,10 @@ struct WatchArgs {
     #[arg(long, env = "JOBREQUEST_RECONCILE_CONCURRENCY", hide_env_values = true, value_name = "NUMBER")]
     #[arg(default_value = "16", value_parser = values::reconciles)]
     reconcile_concurrency: u16,
+    /// How long to hold back before more than half of over 100 live jobs are cancelled because their JobRequests are gone
+    #[arg(long, env = "JOBREQUEST_ORPHAN_WAIT_SECONDS", hide_env_values = true, value_name = "SECONDS")]
+    #[arg(default_value = "600", value_parser = values::retention)]
+    orphan_wait_seconds: Duration,
     /// Take over the rows and keys of another cluster, of this uid: what a controller that finds the install taken names
     #[arg(long, env = "JOBREQUEST_ADOPT_INSTALL", hide_env_values = true, value_name = "UID")]
     #[arg(value_parser = values::uid)]
@@ -286,7 +290,13 @@ impl WorkerArgs {
 impl ControllerArgs {
     pub(super) fn settings(self) -> Result<ControllerSettings, String> {
         let Self { database, queue, watch, http, log } = self;
-        let WatchArgs { watch_namespaces, default_ttl_seconds, reconcile_concurrency, adopt_install } = watch;
+        let WatchArgs {
+            watch_namespaces,
+            default_ttl_seconds,
+            reconcile_concurrency,
+            orphan_wait_seconds,
+            adopt_install,
+        } = watch;
         let watch_namespaces = values::names(&watch_namespaces);
         if let Some(bad) = watch_namespaces.iter().find(|name| !values::is_label(name)) {
             let problem = format!("`{}` is not a namespace's name", crate::text::cut(bad, 64));
@@ -304,6 +314,7 @@ impl ControllerArgs {
                 default_ttl: default_ttl_seconds,
                 lease: queue.lease,
                 concurrency: reconcile_concurrency,
+                orphan_wait: orphan_wait_seconds,
                 adopt_install,
             },
             queue,

@@ -7,6 +7,7 @@
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{ObjectMeta, Patch, PatchParams, PostParams};
@@ -84,6 +85,22 @@ fn held_by(me: &str, before: Option<&LeaseSpec>, now: Timestamp) -> LeaseSpec {
     spec
 }
 
+/// The Lease of an install.
+fn lease_name(install: &str) -> String {
+    format!("jobrequest-{install}")
+}
+
+/// The same, for Events about the install.
+pub(super) fn reference(client: &Client, install: &str) -> ObjectReference {
+    ObjectReference {
+        api_version: Some("coordination.k8s.io/v1".to_owned()),
+        kind: Some("Lease".to_owned()),
+        namespace: Some(client.default_namespace().to_owned()),
+        name: Some(lease_name(install)),
+        ..Default::default()
+    }
+}
+
 /// One process's part in the election.
 pub(super) struct Election {
     leases: Api<Lease>,
@@ -103,7 +120,7 @@ impl Election {
     /// `client` must pass writes whatever the fence says. `process` is told apart from its namesakes.
     pub(super) fn new(client: Client, install: &str, process: &str, fence: Fence) -> Self {
         let me = format!("{process}_{}", uuid::Uuid::new_v4().simple());
-        Self { leases: Api::default_namespaced(client), name: format!("jobrequest-{install}"), me, fence }
+        Self { leases: Api::default_namespaced(client), name: lease_name(install), me, fence }
     }
 
     /// Waits until this process leads. Meanwhile it is a standby, and ready if the API server answers.

@@ -8,6 +8,7 @@
 //! before the finalizer goes, so that a deleted resource's job is never left running unseen.
 
 mod back_off;
+mod brake;
 mod cluster;
 mod fence;
 mod gate;
@@ -60,6 +61,8 @@ pub struct Settings {
     pub lease: Duration,
     /// Reconciles at once. One API server bears about 16 writes in flight; more only wait there.
     pub concurrency: u16,
+    /// How long the orphan sweep holds back before it cancels more than half of over 100 live rows.
+    pub orphan_wait: Duration,
     /// The uid of the cluster whose rows and keys this one takes over.
     pub adopt_install: Option<String>,
 }
@@ -192,7 +195,8 @@ impl Leading {
     /// Until the shutdown, whose drain is bounded. Dropped, it ends at once: that is safe anywhere.
     async fn run(&self, shutdown: &CancellationToken, beat: &Beat) -> Result<()> {
         let Self { settings, client, queue, direct, health, metrics } = self;
-        let Settings { name: _, watch_namespaces, default_ttl, lease, concurrency, adopt_install } = settings;
+        let Settings { name: _, watch_namespaces, default_ttl, lease, concurrency, orphan_wait, adopt_install } =
+            settings;
         let kubernetes = health.part("kubernetes");
         let cluster = cluster::Cluster::identify(client, adopt_install.clone(), &kubernetes, beat);
         let Some(cluster) = shutdown.run_until_cancelled(cluster).await else { return Ok(()) };
@@ -219,7 +223,9 @@ impl Leading {
         loops.spawn(async move { match rescue.await {} });
         let probe = watch::probe(watches.clone(), kubernetes);
         loops.spawn(async move { match probe.await {} });
-        loops.spawn(orphans::run(context.clone(), trigger));
+        let sweep = Beating(health.beat("orphans", 2 * SILENCE));
+        let lease = leader::reference(client, &queue.settings().install);
+        loops.spawn(orphans::run(context.clone(), trigger, *orphan_wait, lease, sweep.0.clone()));
 
         let share = u16::try_from(usize::from(*concurrency).div_ceil(streams.len())).unwrap_or(1);
         let controllers = streams.into_iter().map(|stream| {

@@ -2,87 +2,178 @@
 //!
 //! A finalizer taken off by hand, a deletion while no controller ran and the finalizer was not on yet: the row lives
 //! and nobody will ever cancel it. The sweep is slow to judge: after a complete list, absent at two looks in a row, and
-//! not found by a GET by name and uid.
+//! not found by a GET by name and uid. Of many, it holds back for a while before it ends most of them (`brake.rs`).
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use futures::{StreamExt, TryStreamExt, stream};
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use kube::{Api, ResourceExt};
 use uuid::Uuid;
 
+use super::brake::{Brake, Verdict};
 use super::{Context, Error, Result, mirror::Trigger, patch, watch::Watch};
+use crate::admin::Beat;
 use crate::api::JobRequest;
 use crate::queue::ResourceRef;
 
 /// Time between two looks.
 pub(super) const PERIOD: Duration = Duration::from_secs(15);
 const PAGE: i64 = 500;
+/// How many orphans are ended at once.
+const AT_ONCE: usize = 8;
 
-/// Sweeps until dropped, or until the rows prove to be another cluster's.
-pub(super) async fn run(context: Arc<Context>, trigger: Trigger) -> Error {
-    let mut missing = HashSet::new();
+/// What one look leaves for the next.
+struct Sweep {
+    context: Arc<Context>,
+    trigger: Trigger,
+    /// Missing at the last look.
+    missing: HashSet<Uuid>,
+    brake: Brake,
+    /// Events are about the install's Lease: the one object that is its own.
+    events: Recorder,
+    lease: ObjectReference,
+    beat: Beat,
+}
+
+/// Sweeps until dropped, or until the rows prove to be another cluster's. `wait` is the brake's.
+pub(super) async fn run(
+    context: Arc<Context>,
+    trigger: Trigger,
+    wait: Duration,
+    lease: ObjectReference,
+    beat: Beat,
+) -> Error {
+    let reporter = Reporter { controller: patch::FIELD_MANAGER.to_owned(), instance: None };
+    let events = Recorder::new(context.client.clone(), reporter);
+    let (missing, brake) = (HashSet::new(), Brake::new(wait));
+    let mut sweep = Sweep { context, trigger, missing, brake, events, lease, beat };
     loop {
+        sweep.beat.beat();
         tokio::time::sleep(PERIOD).await;
-        if !context.gate.is_open() {
-            missing.clear();
+        if !sweep.context.gate.is_open() {
+            sweep.missing.clear();
             continue;
         }
-        match look(&context, &trigger, &missing).await {
-            Ok(now) => missing = now,
+        match sweep.look().await {
+            Ok(now) => sweep.missing = now,
             Err(error @ Error::OtherCluster { .. }) => return error,
             Err(error) => {
                 tracing::debug!(error = %error, "no look for orphans this time");
-                missing.clear();
+                sweep.missing.clear();
             }
         }
     }
 }
 
-/// One look: cancels what was missing before too, and returns what is missing now.
-async fn look(context: &Context, trigger: &Trigger, before: &HashSet<Uuid>) -> Result<HashSet<Uuid>> {
-    context.cluster.confirm(&context.queue).await?;
-    context.queue.forget_releases().await?;
-    let mut missing = HashSet::new();
-    let mut after = Uuid::nil();
-    loop {
-        let page = context.queue.holders_of_live_rows(after, PAGE).await?;
-        for resource in &page {
-            let Some(watch) = trusted(trigger, resource) else { continue };
-            if watch.knows(resource) {
-                continue;
-            }
-            if !before.contains(&resource.uid) {
+impl Sweep {
+    /// One look: ends what was missing before too, and returns what is missing now.
+    async fn look(&mut self) -> Result<HashSet<Uuid>> {
+        let context = self.context.clone();
+        context.cluster.confirm(&context.queue).await?;
+        context.queue.forget_releases().await?;
+        let (mut missing, mut orphans, mut live) = (HashSet::new(), Vec::new(), 0);
+        let mut after = Uuid::nil();
+        loop {
+            self.beat.beat();
+            let page = context.queue.holders_of_live_rows(after, PAGE).await?;
+            let next = next_page(&page);
+            for resource in page {
+                let Some(watch) = trusted(&self.trigger, &resource) else { continue };
+                live += 1;
+                if watch.knows(&resource) {
+                    continue;
+                }
                 missing.insert(resource.uid);
-            } else if is_gone(context, resource).await? {
-                context.cluster.confirm_server(&context.client, &context.queue).await?;
-                let ResourceRef { uid, namespace, name } = resource;
+                if self.missing.contains(&resource.uid) {
+                    orphans.push(resource);
+                }
+            }
+            match next {
+                Some(last) => after = last,
+                None => break,
+            }
+        }
+        self.end(orphans, live).await?;
+        self.vanished(&mut missing).await?;
+        Ok(missing)
+    }
+
+    /// Ends the holds of resources that are gone, if they are not too many of the live ones.
+    async fn end(&mut self, orphans: Vec<ResourceRef>, live: usize) -> Result<()> {
+        let (context, count) = (self.context.clone(), orphans.len());
+        let verdict = self.brake.judge(live, count, Instant::now());
+        context.metrics.orphans_held_back(if verdict == Verdict::Go { 0 } else { count });
+        if let Verdict::Hold { first, left } = verdict {
+            if first {
+                let note = format!(
+                    "{count} of {live} live jobs have no JobRequest any more: they are cancelled in {} seconds, unless \
+                     their JobRequests are back by then; stop the controller if this is the wrong cluster",
+                    left.as_secs()
+                );
+                tracing::warn!(orphans = count, live, wait_seconds = left.as_secs(), "too many orphans: held back");
+                self.tell("OrphansHeldBack", note).await;
+            }
+            return Ok(());
+        }
+        if orphans.is_empty() {
+            return Ok(());
+        }
+        context.cluster.confirm_server(&context.client, &context.queue).await?;
+        let (context, beat) = (&context, &self.beat);
+        let ended = stream::iter(orphans).map(|resource| async move {
+            beat.beat();
+            if is_gone(context, &resource).await? {
+                let ResourceRef { uid, namespace, name } = &resource;
                 tracing::warn!(%uid, namespace, name, "the resource is gone without a cancel: its hold on the row ends");
                 context.queue.release(*uid).await?;
+                context.metrics.orphan_ended();
             }
-        }
-        match next_page(&page) {
-            Some(last) => after = last,
-            None => break,
+            Ok(())
+        });
+        ended.buffer_unordered(AT_ONCE).try_collect::<()>().await
+    }
+
+    /// Resources whose row is gone.
+    async fn vanished(&self, missing: &mut HashSet<Uuid>) -> Result<()> {
+        let (context, trigger) = (&self.context, &self.trigger);
+        let mut after = Uuid::nil();
+        loop {
+            self.beat.beat();
+            let page = context.queue.holders_of_vanished_rows(after, PAGE).await?;
+            for resource in &page {
+                let Some(watch) = trusted(trigger, resource) else { continue };
+                if watch.knows(resource) {
+                    trigger.send(resource, &context.due);
+                } else if self.missing.contains(&resource.uid) {
+                    // Neither a resource nor a row: nothing is lost with it.
+                    context.queue.forget_vanished(resource.uid).await?;
+                } else {
+                    missing.insert(resource.uid);
+                }
+            }
+            match next_page(&page) {
+                Some(last) => after = last,
+                None => return Ok(()),
+            }
         }
     }
-    let mut after = Uuid::nil();
-    loop {
-        let page = context.queue.holders_of_vanished_rows(after, PAGE).await?;
-        for resource in &page {
-            let Some(watch) = trusted(trigger, resource) else { continue };
-            if watch.knows(resource) {
-                trigger.send(resource, &context.due);
-            } else if before.contains(&resource.uid) {
-                // Neither a resource nor a row: nothing is lost with it.
-                context.queue.forget_vanished(resource.uid).await?;
-            } else {
-                missing.insert(resource.uid);
-            }
-        }
-        match next_page(&page) {
-            Some(last) => after = last,
-            None => return Ok(missing),
+
+    /// An Event at best: the log says it too.
+    async fn tell(&self, reason: &str, note: String) {
+        let event = Event {
+            type_: EventType::Warning,
+            reason: reason.to_owned(),
+            note: Some(note),
+            action: "Sweep".to_owned(),
+            secondary: None,
+        };
+        let published = patch::bounded(self.events.publish(&event, &self.lease)).await;
+        if let Err(error) = published {
+            tracing::warn!(error = %error, reason, "no Event could be written");
         }
     }
 }

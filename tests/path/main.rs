@@ -29,6 +29,7 @@ mod installs;
 mod keys;
 mod kinds;
 mod leader;
+mod orphans;
 mod outages;
 mod readme;
 mod refusals;
