@@ -20,6 +20,9 @@ const POLL: Duration = Duration::from_secs(2);
 /// The shortest time between two passes: many changes make one pass.
 const GAP: Duration = Duration::from_millis(10);
 const PAGE: i64 = 500;
+/// A rescue that found this many may have left some: the next one comes at once.
+const RESCUE_MANY: u64 = 100;
+const RESCUE_PAUSE: Duration = Duration::from_millis(50);
 
 /// Which resources' rows are known to be newer than what they show: a hint that saves others a look at the database.
 #[derive(Default)]
@@ -138,16 +141,22 @@ async fn pass(context: &Context, trigger: &Trigger, beat: &Beat) -> Result<()> {
 }
 
 /// Ends leases that have run out, for all kinds: a worker pool at zero must not leave rows and finalizers hanging.
-pub(super) async fn rescue(queue: Queue, context: Arc<Context>, every: Duration) -> Infallible {
+pub(super) async fn rescue(queue: Queue, context: Arc<Context>, every: Duration, beat: Beat) -> Infallible {
     loop {
-        tokio::time::sleep(every).await;
-        if !context.gate.is_open() {
-            continue;
+        beat.beat();
+        let mut pause = every;
+        if context.gate.is_open() {
+            match queue.recover_stale().await {
+                Ok(rescued) if rescued.total() > 0 => {
+                    tracing::info!(?rescued, "leases had run out");
+                    if rescued.total() >= RESCUE_MANY {
+                        pause = RESCUE_PAUSE;
+                    }
+                }
+                Ok(_) => {}
+                Err(error) => tracing::debug!(error = %error, "no rescue this time"),
+            }
         }
-        match queue.recover_stale().await {
-            Ok(rescued) if rescued.total() > 0 => tracing::info!(?rescued, "leases had run out"),
-            Ok(_) => {}
-            Err(error) => tracing::debug!(error = %error, "no rescue this time"),
-        }
+        tokio::time::sleep(pause.min(every)).await;
     }
 }

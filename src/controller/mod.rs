@@ -36,6 +36,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tower::filter::FilterLayer;
 
+use self::back_off::Fault;
 use self::fence::Fence;
 use self::leader::Election;
 use crate::admin::{Beat, Health, Metrics};
@@ -96,6 +97,21 @@ pub enum Error {
 }
 
 impl Error {
+    /// Whether it is the API server's, and so everybody's. That of the database is the gate's to know.
+    fn fault(&self) -> Fault {
+        match self {
+            Self::Api(kube::Error::Api(status)) if status.code != 429 && status.code < 500 => Fault::Own,
+            Self::Api(_) | Self::ApiTimeout { .. } => Fault::Servers,
+            Self::Queue(_)
+            | Self::Patch(_)
+            | Self::NoUid
+            | Self::Contended
+            | Self::Schema { .. }
+            | Self::OtherCluster { .. }
+            | Self::Config(_) => Fault::Own,
+        }
+    }
+
     /// The variant's name, for a metric's label.
     fn label(&self) -> &'static str {
         match self {
@@ -131,6 +147,7 @@ struct Context {
     queue: Queue,
     cluster: cluster::Cluster,
     gate: gate::Gate,
+    trigger: mirror::Trigger,
     due: mirror::Due,
     young: young::Young,
     back_off: back_off::BackOff,
@@ -200,29 +217,33 @@ impl Leading {
         let kubernetes = health.part("kubernetes");
         let cluster = cluster::Cluster::identify(client, adopt_install.clone(), &kubernetes, beat);
         let Some(cluster) = shutdown.run_until_cancelled(cluster).await else { return Ok(()) };
+        let (watches, streams) = watch::start(client, watch_namespaces, &kubernetes);
+        let watches = Arc::new(watches);
+        let trigger = mirror::Trigger { watches: watches.clone() };
         let context = Arc::new(Context {
             client: client.clone(),
             queue: queue.clone(),
             cluster,
             gate: gate::Gate::default(),
+            trigger: trigger.clone(),
             due: mirror::Due::default(),
             young: young::Young::default(),
             back_off: back_off::BackOff::default(),
             metrics: metrics.clone(),
             default_ttl: *default_ttl,
         });
-        let (watches, streams) = watch::start(client, watch_namespaces, &kubernetes);
-        let watches = Arc::new(watches);
-        let trigger = mirror::Trigger { watches: watches.clone() };
 
         let mut loops = JoinSet::new();
         let listener = Listener::spawn(direct.clone(), &[Channel::Changed]);
         let mirror = Beating(health.beat("mirror", SILENCE));
         loops.spawn(mirror::run(context.clone(), trigger.clone(), listener, health.part("postgres"), mirror.0.clone()));
-        let rescue = mirror::rescue(queue.clone(), context.clone(), *lease / 3);
-        loops.spawn(async move { match rescue.await {} });
-        let probe = watch::probe(watches.clone(), kubernetes);
-        loops.spawn(async move { match probe.await {} });
+        let silence = SILENCE + *lease / 3;
+        let rescue = Beating(health.beat("rescue", silence));
+        let rescuing = mirror::rescue(queue.clone(), context.clone(), *lease / 3, rescue.0.clone());
+        loops.spawn(async move { match rescuing.await {} });
+        let probe = Beating(health.beat("probe", SILENCE));
+        let probing = watch::probe(watches.clone(), kubernetes, probe.0.clone());
+        loops.spawn(async move { match probing.await {} });
         let sweep = Beating(health.beat("orphans", 2 * SILENCE));
         let lease = leader::reference(client, &queue.settings().install);
         loops.spawn(orphans::run(context.clone(), trigger, *orphan_wait, lease, sweep.0.clone()));
@@ -283,7 +304,8 @@ async fn reconcile_counted(object: Arc<JobRequest>, context: Arc<Context>) -> Re
     if outcome.is_ok()
         && let Ok(uid) = patch::uid(&object)
     {
-        context.back_off.reset(uid);
+        let others = context.back_off.succeeded(uid, Instant::now());
+        others.iter().for_each(|resource| context.trigger.send(resource, &context.due));
     }
     outcome
 }
@@ -292,7 +314,7 @@ async fn reconcile_counted(object: Arc<JobRequest>, context: Arc<Context>) -> Re
 fn error_policy(object: Arc<JobRequest>, error: &Error, context: Arc<Context>) -> Action {
     let Ok(resource) = patch::reference(&object) else { return Action::await_change() };
     let (namespace, name) = (resource.namespace.clone(), resource.name.clone());
-    let (failures, delay) = context.back_off.failed(resource);
+    let (failures, delay) = context.back_off.failed(resource, error.fault());
     // The first failure of an object is often a restart somewhere; one that lasts is said, at each doubling.
     if failures.is_power_of_two() && failures > 1 {
         tracing::warn!(namespace, name, failures, error = %error, delay_ms = delay.as_millis(), "not reconciled yet");

@@ -17,7 +17,7 @@ use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Api, Client, ResourceExt};
 
 use super::patch;
-use crate::admin::Part;
+use crate::admin::{Beat, Part};
 use crate::api::JobRequest;
 use crate::queue::ResourceRef;
 
@@ -153,9 +153,10 @@ pub(super) fn start(client: &Client, namespaces: &[String], part: &Part) -> (Vec
 }
 
 /// Says when the API server is there: at the start, and again after a watch has failed. Asks nothing while all is well.
-pub(super) async fn probe(watches: Arc<Vec<Watch>>, part: Part) -> Infallible {
+pub(super) async fn probe(watches: Arc<Vec<Watch>>, part: Part, beat: Beat) -> Infallible {
     let mut pause = PROBE_MIN;
     loop {
+        beat.beat();
         let silent: Vec<&Watch> = watches.iter().filter(|watch| !watch.answers()).collect();
         if silent.is_empty() {
             part.ready();

@@ -1,5 +1,7 @@
 //! Programs that die without a word.
 
+use std::time::Duration;
+
 use jobrequest::api::{FINALIZER, Phase};
 use kube::ResourceExt;
 use serde_json::json;
@@ -160,6 +162,23 @@ async fn a_job_whose_only_attempt_died_with_its_worker_has_failed_and_never_runs
     site.until_phase("b", Phase::Succeeded).await;
     assert_eq!(site.sink.count("/gate/a"), 1);
     assert_eq!(site.row(row.id).await, row);
+}
+
+#[tokio::test]
+async fn a_controller_alone_ends_any_number_of_dead_leases_in_one_go() {
+    let site = Site::new().await;
+    site.database
+        .run(
+            "INSERT INTO jobs (kind, payload, status, attempts, locked_by, locked_at, claim_token) \
+             SELECT 'summarize_text', '{}', 'running', 1, 'dead', now() - interval '1 hour', gen_random_uuid() \
+             FROM generate_series(1, 2000)",
+        )
+        .await;
+    // A third of this is between two rescues, of 500 each.
+    let _controller = site.controller().set("JOBREQUEST_LEASE_SECONDS", 30).start().await;
+    let running = "SELECT count(*) FROM jobs WHERE status = 'running'";
+    let limit = Duration::from_secs(19);
+    until_true("none is left", limit, async || site.database.value::<i64>(running).await == 0).await;
 }
 
 #[tokio::test]

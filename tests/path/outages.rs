@@ -252,3 +252,23 @@ async fn programs_without_a_database_wait_for_it_and_then_work() {
         assert!(warnings == 1, "once, not at each try: {}", program.log());
     }
 }
+
+#[tokio::test]
+async fn a_status_that_could_not_be_written_for_long_is_shown_soon_after_it_can() {
+    const TRIES: usize = 9;
+    let site = Site::new().await;
+    let (_controller, _worker) = (site.controller().start().await, site.worker().start().await);
+    // The watch, and all reads, go on.
+    site.proxy.refuse(500, Call::is_status_patch);
+    for name in ["a", "b", "c"] {
+        site.create(name, site.hook("/ok")).await;
+    }
+    let refused = || site.proxy.calls().into_iter().filter(|call| call.is_status_patch() && call.is_about("a")).count();
+    until_true("it is tried again and again", PATIENCE, async || refused() >= TRIES).await;
+    site.proxy.pass();
+    let free = Instant::now();
+    for name in ["a", "b", "c"] {
+        site.until_phase(name, Phase::Succeeded).await;
+    }
+    assert!(free.elapsed() < PROMPTLY, "{:?}", free.elapsed());
+}
