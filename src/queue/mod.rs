@@ -128,7 +128,7 @@ impl Queue {
             })
             .connect_lazy_with(database);
         let pool = Connections::new(pool, settings.transaction_pooler);
-        let notifier = Arc::new(notify::Notifier::spawn(pool.clone()));
+        let notifier = Arc::new(notify::Notifier::spawn(pool.clone(), settings.time_limit));
         Self { pool, settings: Arc::new(settings), notifier }
     }
 

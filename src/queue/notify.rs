@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::Notify;
+use tokio::time::timeout;
 
 use super::connections::Connections;
 
@@ -30,6 +31,15 @@ impl Channel {
             Self::Cancel => "jobrequest_cancel",
         }
     }
+
+    /// One request, with nothing to prepare, whoever stands before Postgres.
+    fn statement(self) -> &'static str {
+        match self {
+            Self::Ready => "NOTIFY jobrequest_ready",
+            Self::Changed => "NOTIFY jobrequest_changed",
+            Self::Cancel => "NOTIFY jobrequest_cancel",
+        }
+    }
 }
 
 /// The shortest time between two notifications of a channel.
@@ -41,12 +51,15 @@ pub(super) struct Notifier {
 }
 
 impl Notifier {
-    pub(super) fn spawn(pool: Connections) -> Self {
+    /// A send has this long: it must not keep its channel silent, nor a connection busy, for ever.
+    pub(super) fn spawn(pool: Connections, time_limit: Duration) -> Self {
         let pending: [Arc<Notify>; 3] = Default::default();
         let sources = pending.clone();
         let task = tokio::spawn(async move {
-            let sends =
-                Channel::ALL.into_iter().zip(sources).map(|(channel, source)| send_loop(&pool, channel, source));
+            let sends = Channel::ALL
+                .into_iter()
+                .zip(sources)
+                .map(|(channel, source)| send_loop(&pool, time_limit, channel, source));
             futures::future::join_all(sends).await;
         });
         Self { pending, task }
@@ -68,12 +81,14 @@ impl Drop for Notifier {
     }
 }
 
-async fn send_loop(pool: &Connections, channel: Channel, source: Arc<Notify>) {
+async fn send_loop(pool: &Connections, time_limit: Duration, channel: Channel, source: Arc<Notify>) {
     loop {
         source.notified().await;
         // A lost notification costs a poll interval, so a failure is not tried again.
-        if let Err(error) = sqlx::query("SELECT pg_notify($1, '')").bind(channel.name()).execute(pool).await {
-            tracing::debug!(channel = channel.name(), error = %error, "notification not sent");
+        match timeout(time_limit, sqlx::raw_sql(channel.statement()).execute(pool)).await {
+            Ok(Ok(_)) => {}
+            Ok(Err(error)) => tracing::debug!(channel = channel.name(), error = %error, "notification not sent"),
+            Err(_) => tracing::debug!(channel = channel.name(), "notification not sent in time"),
         }
         tokio::time::sleep(GAP).await;
     }

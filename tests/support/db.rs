@@ -62,6 +62,10 @@ impl Database {
         Some(pooler_url()?.parse::<PgConnectOptions>().expect("a URL of PgBouncer").database(&self.name))
     }
 
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// For a program's environment.
     pub fn url(&self) -> String {
         let mut url = url::Url::parse(&self.url).expect("a URL");
