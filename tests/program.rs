@@ -215,6 +215,52 @@ fn the_printed_crd_is_the_one_in_the_repository() {
 }
 
 #[tokio::test]
+async fn a_list_takes_the_filters_of_the_queue_as_a_table_and_as_json() {
+    let db = Database::new().await;
+    db.run(
+        "INSERT INTO jobs (kind, payload, namespace, priority, created_at) VALUES \
+             ('a', '{}', 'shop', 1, now() - interval '3 s'), ('b', '{}', 'shop', 2, now() - interval '2 s'), \
+             ('b', '{}', 'blog', 3, now() - interval '1 s'), ('b', '{}', NULL, 4, now()); \
+         UPDATE jobs SET status = 'cancelled', finished_at = now() WHERE priority = 2",
+    )
+    .await;
+    let url = db.url();
+    for (filter, wanted) in [
+        ("", vec![4, 3, 2, 1]),
+        ("--kind b", vec![4, 3, 2]),
+        ("--namespace shop", vec![2, 1]),
+        ("--status queued", vec![4, 3, 1]),
+        ("--kind b --limit 1 --offset 1", vec![3]),
+        ("--kind b -n shop --status cancelled", vec![2]),
+        ("--kind c", vec![]),
+    ] {
+        let list = |format| {
+            let arguments: Vec<&str> = ["jobs", "list"].into_iter().chain(filter.split_whitespace()).collect();
+            let (code, out, err) = output(&[&arguments[..], &["-o", format]].concat(), &[("DATABASE_URL", &url)]);
+            assert_eq!((code, err.as_str()), (Some(0), ""), "{filter}");
+            out
+        };
+        let jobs: Vec<serde_json::Value> = serde_json::from_str(&list("json")).expect("JSON");
+        assert_eq!(jobs.iter().map(|job| job["priority"].clone()).collect::<Vec<_>>(), wanted, "{filter}");
+        let table = list("table");
+        let ids: Vec<_> = table.lines().skip(1).filter_map(|line| line.split_whitespace().next()).collect();
+        assert_eq!(ids, jobs.iter().filter_map(|job| job["id"].as_str()).collect::<Vec<_>>(), "{filter}");
+    }
+}
+
+#[tokio::test]
+async fn a_job_that_can_not_be_read_is_named_beside_the_list_of_the_others() {
+    let db = Database::new().await;
+    let (good, bad) = (webhook(&db, "https://a.example/", 3).await, webhook(&db, "https://a.example/", 3).await);
+    db.run(&format!("UPDATE jobs SET history = '[1]' WHERE id = '{bad}'")).await;
+    let (code, out, err) = output(&["jobs", "list"], &[("DATABASE_URL", &db.url())]);
+    assert_eq!((code, out.lines().count()), (Some(1), 2), "{out}");
+    assert!(out.contains(&good.to_string()), "{out}");
+    let said = format!("jobrequest: job {bad}: column history is nothing that this version can read\n");
+    assert_eq!(err, said);
+}
+
+#[tokio::test]
 async fn a_person_can_list_show_cancel_and_retry_jobs() {
     let db = Database::new().await;
     let url = db.url();
@@ -235,6 +281,11 @@ async fn a_person_can_list_show_cancel_and_retry_jobs() {
     assert_eq!((&shown["status"], &shown["attempts"]), (&json!("cancelled"), &json!(0)));
     assert!(!shown.to_string().contains("a.example"), "the payload is not shown");
     assert_eq!(jobs(&["retry", &text]).1, format!("job {id} queued\n"));
+    let (_, cancelled, _) = jobs(&["cancel", &text, "-o", "json"]);
+    let cancelled: serde_json::Value = serde_json::from_str(&cancelled).expect("JSON");
+    assert_eq!((&cancelled["id"], &cancelled["status"]), (&json!(id), &json!("cancelled")));
+    let (_, retried, _) = jobs(&["retry", &text, "-o", "table"]);
+    assert!(retried.starts_with("ID ") && retried.contains(&text) && retried.contains("queued"), "{retried}");
     assert_eq!(db.status(id).await, "queued");
     let (code, _, err) = jobs(&["retry", &text]);
     assert_eq!((code, err), (Some(1), format!("jobrequest: {id}: a queued job can't be retried\n")));

@@ -550,7 +550,7 @@ mod deletion {
 mod ends {
     use std::time::Duration;
 
-    use jobrequest::queue::{ListFilter, RetryOutcome};
+    use jobrequest::queue::{ListFilter, Page, RetryOutcome};
 
     use super::*;
 
@@ -705,6 +705,44 @@ mod ends {
         assert_eq!(page(Some(2), 10).await, [11, 12]);
         assert_eq!(page(Some(1), -5).await, [1]);
         assert!(page(None, 250).await.is_empty());
+    }
+
+    #[tokio::test]
+    async fn rows_whose_ids_were_given_in_sql_stand_where_they_were_made() {
+        let db = Database::new().await;
+        let queue = db.queue();
+        // More of them than a page looks at beyond its end; before, among and after the ids that tell a time.
+        db.run(
+            "INSERT INTO jobs (id, kind, payload, created_at, priority) \
+             SELECT CASE n % 3 WHEN 0 THEN jobs_new_id() \
+                 WHEN 1 THEN overlay(md5(n::text) PLACING 'f' FROM 1 FOR 1)::uuid ELSE lpad(n::text, 32, '0')::uuid END, \
+                 'test_kind', '{}', now() - make_interval(secs => n), n % 1000 FROM generate_series(5000, 1, -1) n",
+        )
+        .await;
+        let mut listed = Vec::new();
+        for page in 0..25 {
+            let filter = ListFilter { limit: Some(200), offset: 200 * page, ..Default::default() };
+            listed.extend(queue.list(&filter).await.expect("listed").iter().map(|job| i64::from(job.priority)));
+        }
+        assert_eq!(listed, (1..=5000).map(|n| n % 1000).collect::<Vec<i64>>());
+    }
+
+    #[tokio::test]
+    async fn a_row_that_can_not_be_read_fails_no_list() {
+        let db = Database::new().await;
+        let queue = db.queue();
+        let mut ids = Vec::new();
+        for name in ["a", "b", "c"] {
+            ids.insert(0, enqueue(&queue, job_of(name)).await.0);
+        }
+        db.run(&format!("UPDATE jobs SET history = '[{{\"number\": \"one\"}}]' WHERE id = '{}'", ids[1])).await;
+        let readable = |jobs: &[Job]| jobs.iter().map(|job| job.id).collect::<Vec<_>>();
+        assert_eq!(readable(&queue.list(&ListFilter::default()).await.expect("listed")), [ids[0], ids[2]]);
+        let Page { jobs, unreadable } = queue.list_page(&ListFilter::default()).await.expect("listed");
+        assert_eq!(readable(&jobs), [ids[0], ids[2]]);
+        let [Error::RowInvalid { id, column, .. }] = &unreadable[..] else { panic!("{unreadable:?}") };
+        assert_eq!((id, *column), (&ids[1], "history"));
+        assert!(matches!(queue.get(ids[1]).await, Err(Error::RowInvalid { column: "history", .. })));
     }
 
     #[tokio::test]

@@ -11,7 +11,7 @@ use super::settings::{Database, DatabaseArgs};
 use super::values::{self, Secret};
 use crate::job::{Job, Status};
 use crate::kinds::webhook::WebhookMasters;
-use crate::queue::{CancelOutcome, ListFilter, Queue, RetryOutcome, Settings};
+use crate::queue::{CancelOutcome, ListFilter, Page, Queue, RetryOutcome, Settings};
 
 /// A job command, ready to run.
 pub enum Jobs {
@@ -23,8 +23,8 @@ pub enum Jobs {
 pub enum Action {
     List { filter: ListFilter, output: Output },
     Get { id: Uuid, output: Output },
-    Retry { id: Uuid },
-    Cancel { id: Uuid },
+    Retry { id: Uuid, output: Option<Output> },
+    Cancel { id: Uuid, output: Option<Output> },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -90,6 +90,9 @@ enum Command {
         place: Place,
         #[arg(value_parser = job_id)]
         id: Uuid,
+        /// Show the job as it is then, instead of a line that says what came of it
+        #[arg(long, short)]
+        output: Option<Output>,
     },
     /// Cancel a job: a waiting one at once, a running one at its next safe point
     Cancel {
@@ -97,6 +100,9 @@ enum Command {
         place: Place,
         #[arg(value_parser = job_id)]
         id: Uuid,
+        /// Show the job as it is then, instead of a line that says what came of it
+        #[arg(long, short)]
+        output: Option<Output>,
     },
     /// Print the secret with which a receiver verifies webhooks; the newest first while the master changes
     WebhookSecret {
@@ -140,8 +146,8 @@ impl Args {
                 on_database(place, Action::List { filter, output })
             }
             Command::Get { place, id, output } => on_database(place, Action::Get { id, output }),
-            Command::Retry { place, id } => on_database(place, Action::Retry { id }),
-            Command::Cancel { place, id } => on_database(place, Action::Cancel { id }),
+            Command::Retry { place, id, output } => on_database(place, Action::Retry { id, output }),
+            Command::Cancel { place, id, output } => on_database(place, Action::Cancel { id, output }),
             Command::WebhookSecret { namespace, url, webhook_secret } => {
                 let Some(Secret(text)) = webhook_secret else {
                     return Err("JOBREQUEST_WEBHOOK_SECRET is not set: webhooks go unsigned".to_owned());
@@ -163,12 +169,13 @@ impl Jobs {
     /// Does it and prints what came of it.
     ///
     /// # Errors
-    /// One line: no such job, a state from which it can't be done, a database that does not answer.
+    /// One line: no such job, a state from which it can't be done, a database that does not answer. For a list a line
+    /// for each job that can't be read, once the others are printed.
     pub async fn run(self) -> Result<(), String> {
-        let text = match self {
+        let (text, unreadable) = match self {
             Self::WebhookSecret { masters, namespace, url } => {
                 let secrets = masters.secrets(namespace.as_deref(), &url);
-                secrets.iter().map(|secret| format!("{secret}\n")).collect()
+                (secrets.iter().map(|secret| format!("{secret}\n")).collect(), Vec::new())
             }
             Self::OnDatabase { database, install, action } => {
                 let Database { pooled, direct: _, has_pooler } = *database;
@@ -180,39 +187,53 @@ impl Jobs {
         };
         match io::stdout().write_all(text.as_bytes()) {
             // Whoever reads has seen enough.
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-            written => written.map_err(|error| format!("can't write: {error}")),
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
+            written => written.map_err(|error| format!("can't write: {error}"))?,
         }
+        if unreadable.is_empty() { Ok(()) } else { Err(unreadable.join("\njobrequest: ")) }
     }
 }
 
-async fn act(queue: &Queue, action: Action) -> Result<String, String> {
-    match action {
+/// What to print, and the jobs that can't be read.
+async fn act(queue: &Queue, action: Action) -> Result<(String, Vec<String>), String> {
+    let text = match action {
         Action::List { filter, output } => {
-            let jobs = queue.list(&filter).await.map_err(|error| error.to_string())?;
-            print(&jobs, output, || table(&jobs))
+            let Page { jobs, unreadable } = queue.list_page(&filter).await.map_err(|error| error.to_string())?;
+            let text = print(&jobs, output, || table(&jobs))?;
+            return Ok((text, unreadable.iter().map(ToString::to_string).collect()));
         }
-        Action::Get { id, output } => {
-            let job = queue.get(id).await.map_err(|error| format!("{id}: {error}"))?;
-            print(&job, output, || table(std::slice::from_ref(&job)))
-        }
-        Action::Retry { id } => {
+        Action::Get { id, output } => show(queue, id, output).await,
+        Action::Retry { id, output } => {
             // The operation itself knows no install: a job of another one is not ours to touch.
             queue.get(id).await.map_err(|error| format!("{id}: {error}"))?;
             match queue.retry_by_hand(id).await.map_err(|error| format!("{id}: {error}"))? {
-                RetryOutcome::Queued | RetryOutcome::AlreadyUsed => Ok(format!("job {id} queued\n")),
-                RetryOutcome::KeyTaken => Err(format!("{id}: another job has taken its idempotency key")),
+                RetryOutcome::Queued | RetryOutcome::AlreadyUsed => {}
+                RetryOutcome::KeyTaken => return Err(format!("{id}: another job has taken its idempotency key")),
+            }
+            match output {
+                Some(output) => show(queue, id, output).await,
+                None => Ok(format!("job {id} queued\n")),
             }
         }
-        Action::Cancel { id } => {
+        Action::Cancel { id, output } => {
             queue.get(id).await.map_err(|error| format!("{id}: {error}"))?;
-            Ok(match queue.request_cancel(id).await.map_err(|error| format!("{id}: {error}"))? {
-                CancelOutcome::CancelledNow => format!("job {id} cancelled\n"),
-                CancelOutcome::PendingOnWorker => format!("job {id} is running and was told to stop\n"),
-                CancelOutcome::AlreadyTerminal => format!("job {id} had ended\n"),
-            })
+            let what = match queue.request_cancel(id).await.map_err(|error| format!("{id}: {error}"))? {
+                CancelOutcome::CancelledNow => "cancelled",
+                CancelOutcome::PendingOnWorker => "is running and was told to stop",
+                CancelOutcome::AlreadyTerminal => "had ended",
+            };
+            match output {
+                Some(output) => show(queue, id, output).await,
+                None => Ok(format!("job {id} {what}\n")),
+            }
         }
-    }
+    }?;
+    Ok((text, Vec::new()))
+}
+
+async fn show(queue: &Queue, id: Uuid, output: Output) -> Result<String, String> {
+    let job = queue.get(id).await.map_err(|error| format!("{id}: {error}"))?;
+    print(&job, output, || table(std::slice::from_ref(&job)))
 }
 
 fn print(value: &impl serde::Serialize, output: Output, table: impl FnOnce() -> String) -> Result<String, String> {

@@ -51,7 +51,7 @@ pub use claimed::{ClaimedJob, Lease};
 pub use enqueue::{EnqueueOutcome, NewJob, Owner, PAYLOAD_MAX_BYTES, PAYLOAD_MAX_DEPTH, check_payload};
 pub use error::{Error, Result};
 pub use finish::{AttemptEnd, AttemptFailure, Finish, Unfinished};
-pub use inspect::{KindDepth, ListFilter};
+pub use inspect::{KindDepth, ListFilter, Page};
 pub use installs::Binding;
 pub use lanes::{Lane, LaneHead, Mark, Payloads, SurveyFrom, Want};
 pub use listen::Listener;

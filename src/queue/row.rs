@@ -2,7 +2,9 @@
 
 use chrono::{DateTime, Utc};
 use serde_json::Value;
+use sqlx::postgres::PgRow;
 use sqlx::types::Json;
+use sqlx::{FromRow, Row};
 use uuid::Uuid;
 
 use super::error::Error;
@@ -48,6 +50,22 @@ pub(super) struct JobRow {
     revision: i64,
     wanted_run_at: Option<DateTime<Utc>>,
     pub(super) owner_uid: Option<Uuid>,
+}
+
+/// A row of [`job_columns`]; of one that can't be read, the first column that is to blame.
+pub(super) fn read_job(row: &PgRow) -> Result<Job, Error> {
+    let id: Uuid = row.try_get("id")?;
+    let read = JobRow::from_row(row).map_err(|error| {
+        let column = match &error {
+            sqlx::Error::ColumnDecode { index, .. } => {
+                let named = |column: &&str| index.trim_matches('"') == *column;
+                job_columns!().split(", ").find(named).unwrap_or("(unknown)")
+            }
+            _ => "(unknown)",
+        };
+        Error::RowInvalid { id, column, problem: "is nothing that this version can read" }
+    });
+    read?.try_into()
 }
 
 pub(super) fn count(id: Uuid, column: &'static str, value: i32) -> Result<u32, Error> {
