@@ -3,7 +3,6 @@
 use uuid::Uuid;
 
 use super::connections::Session;
-use super::enqueue::kept_key_exists;
 use super::error::{Error, Result};
 use super::finish::read_status;
 use super::{Channel, Queue};
@@ -145,6 +144,21 @@ impl Queue {
             Some((status, _)) => Err(Error::InvalidTransition { from: read_status(id, &status)?, wanted: "retried" }),
         }
     }
+}
+
+/// Whether retention has removed a succeeded row that held this key.
+async fn kept_key_exists(tx: &mut Session, install: &str, namespace: Option<&str>, key: Option<&str>) -> Result<bool> {
+    let Some(key) = key else { return Ok(false) };
+    let kept: (bool,) = sqlx::query_as(
+        "SELECT EXISTS (SELECT FROM job_keys \
+         WHERE install = $1 AND namespace = coalesce($2, '') AND idempotency_key = $3)",
+    )
+    .bind(install)
+    .bind(namespace)
+    .bind(key)
+    .fetch_one(tx)
+    .await?;
+    Ok(kept.0)
 }
 
 /// The cancel itself, inside whatever transaction the caller has.

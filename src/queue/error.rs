@@ -88,6 +88,21 @@ impl Error {
         }
     }
 
+    /// The connection ended before it answered: the server was restarted or the network cut it.
+    pub(super) fn is_broken_connection(&self) -> bool {
+        match self {
+            Self::Db(sqlx::Error::Io(_)) => true,
+            Self::Db(sqlx::Error::Database(e)) => e.code().as_deref() == Some("57P01"),
+            _ => false,
+        }
+    }
+
+    /// The database took offence at a value (22, 23) or its size (54): others of the same batch may be taken.
+    pub(super) fn refuses_a_value(&self) -> bool {
+        let Self::Db(sqlx::Error::Database(e)) = self else { return false };
+        e.code().is_some_and(|code| matches!(code.get(..2), Some("22" | "23" | "54")))
+    }
+
     /// The same error for another attempt of a batch. A driver's error can't be cloned: its words and class are kept.
     pub(super) fn again(&self) -> Self {
         match self {

@@ -41,7 +41,7 @@ async fn try_all(db: &Database, set: impl AsyncFn(bool), expected_code: &str) ->
             let code = code(&error).unwrap_or_default();
             assert!(error.is_passing(), "{what} {error} is not said to pass");
             assert_eq!(code, expected_code, "{what} {error}");
-            assert!(!done, "{what} {error}, and it is done");
+            assert!(!done || expected.is_no_change(), "{what} {error}, and it is done");
             repeat(&fresh(db), operation, &mut hand, &what).await;
             expected.must_be_done(&what, operation, &tables(db).await);
             met += 1;
@@ -230,7 +230,11 @@ async fn while_all_rows_are_held(db: &Database, meanwhile: Meanwhile, codes: &[&
                         until(|| ended.get()).await;
                         tx.rollback().await.expect("let go");
                     }
-                    (Meanwhile::Commit, _) | (_, None) => tx.commit().await.expect("let go"),
+                    (Meanwhile::Commit, _) | (_, None) => match tx.commit().await {
+                        // Under the strictest isolation an operation that did not wait may have struck the holder.
+                        Err(sqlx::Error::Database(e)) if e.code().as_deref() == Some("40001") && pid.is_none() => {}
+                        committed => committed.expect("let go"),
+                    },
                 }
             }
         );
@@ -238,7 +242,7 @@ async fn while_all_rows_are_held(db: &Database, meanwhile: Meanwhile, codes: &[&
         let done = expected.is_done(what, operation, &tables(db).await);
         if let Err(error) = tried {
             assert!(error.is_passing(), "{what}: {error} is not said to pass");
-            assert!(!done, "{what}: {error}, and it is done");
+            assert!(!done || expected.is_no_change(), "{what}: {error}, and it is done");
             let code = code(&error).unwrap_or_default();
             met += usize::from(codes.contains(&code.as_str()));
             assert!(codes.contains(&code.as_str()) || code.is_empty(), "{what}: {error} is another fault");

@@ -212,6 +212,19 @@ pub const OPERATIONS: &[Operation] = &[
             queue.enqueue(&new).await.map(drop)
         })
     }),
+    operation("enqueue_many with keys", |queue, _| {
+        Box::pin(async {
+            let keyed = |n, key: &str| NewJob { idempotency_key: Some(key.to_owned()), ..new(n) };
+            let batch = [keyed(20, "k20"), keyed(15, "k14"), keyed(22, "k22"), keyed(20, "k20")];
+            queue.enqueue_many(&batch).await.into_iter().try_for_each(|answer| answer.map(drop))
+        })
+    }),
+    Operation {
+        repeats_make_more: true,
+        ..operation("enqueue_many", |queue, _| {
+            Box::pin(async { queue.enqueue_many(&[new(20), new(21)]).await.into_iter().try_for_each(|a| a.map(drop)) })
+        })
+    },
     operation("enqueue for a resource", |queue, _| Box::pin(async { queue.enqueue(&owned(20)).await.map(drop) })),
     operation("enqueue for a resource that has a row", |queue, _| {
         Box::pin(async { queue.enqueue(&owned(1)).await.map(drop) })
@@ -399,6 +412,11 @@ impl Expected {
         let before = tables(db).await;
         repeat(queue, operation, &mut hand, operation.name).await;
         Self { before, done: tables(db).await }
+    }
+
+    /// Done is what was before: it finds out, or finds what it wants there already.
+    pub fn is_no_change(&self) -> bool {
+        self.before == self.done
     }
 
     /// Done once or not at all; true if done.

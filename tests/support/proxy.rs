@@ -47,11 +47,17 @@ struct Plan {
     needle: Option<(Cut, Vec<u8>)>,
     /// With how many requests are left until then.
     cut: Option<(Cut, usize)>,
+    /// How many came, notifications and a pool's bare Sync aside.
+    met: usize,
 }
+
+/// What a pool asks a connection that comes back to it.
+const SYNC: &[u8] = b"S\0\0\0\x04";
 
 impl Plan {
     fn for_request(&mut self, request: &[u8]) -> Option<Cut> {
         let holds = |part: &[u8]| request.windows(part.len()).any(|window| window == part);
+        self.met += usize::from(request != SYNC && !holds(b"NOTIFY "));
         if let Some((cut, _)) = self.needle.take_if(|(_, needle)| holds(needle)) {
             return Some(cut);
         }
@@ -128,6 +134,11 @@ impl Proxy {
     /// Cuts nothing more. True if the cut was met before.
     pub fn heal(&self) -> bool {
         self.plan().cut.take().is_none()
+    }
+
+    /// How many requests came since the last call; notifications and a pool's bare Sync don't count.
+    pub fn take_requests(&self) -> usize {
+        std::mem::take(&mut self.plan().met)
     }
 
     fn plan(&self) -> MutexGuard<'_, Plan> {
