@@ -1,4 +1,7 @@
+use std::time::Duration;
+
 use super::*;
+use rustix::time::{ClockId, clock_gettime};
 
 use sentences::{count_words, cut, split};
 
@@ -154,7 +157,7 @@ fn a_blank_text_and_a_limit_of_none_are_refused() {
 }
 
 #[test]
-fn a_text_of_300_kib_takes_less_than_2_seconds_whatever_its_shape() {
+fn a_text_of_300_kib_takes_less_than_2_seconds_of_a_core_whatever_its_shape() {
     let varied: String =
         (0..50_000_u64).map(|n| format!("w{}{}", n * n * 7919 % 4999, if n % 20 == 0 { ". W" } else { " " })).collect();
     let bracketed = "(".repeat(150_000) + &"B. ".repeat(50_000);
@@ -173,8 +176,11 @@ fn a_text_of_300_kib_takes_less_than_2_seconds_whatever_its_shape() {
         closed,
         marked,
     ] {
-        let started = std::time::Instant::now();
+        // The thread's own time: how busy the machine is with other tests is not the summary's doing.
+        let used = || Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).expect("not negative");
+        let before = used();
         summary(&text, 100);
-        assert!(started.elapsed() < std::time::Duration::from_secs(2), "{:?}", started.elapsed());
+        let taken = used() - before;
+        assert!(taken < Duration::from_secs(2), "{taken:?}");
     }
 }
