@@ -119,7 +119,9 @@ async fn a_retry_whose_key_is_taken_is_refused_once_and_then_nothing_is_written(
         site.create(&format!("c-{n}"), site.hook("/ok?c")).await;
         site.until_phase(&format!("c-{n}"), Phase::Succeeded).await;
     }
-    let more: Vec<_> = site.proxy.writes().into_iter().filter(|call| call.is_about("a")).skip(writes).collect();
+    // A write from a cache that was behind is refused (422 by its test of the version) and changes nothing.
+    let about_a = site.proxy.writes().into_iter().filter(|call| call.is_about("a")).skip(writes);
+    let more: Vec<_> = about_a.filter(|call| call.status != Some(422)).collect();
     assert!(more.is_empty(), "{more:#?}");
     assert_eq!(site.row(id).await.status, "failed_permanent");
     // The key is free: a new value is a new question.
