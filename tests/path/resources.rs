@@ -63,8 +63,9 @@ fn progress(object: &JobRequest) -> (i32, u8) {
 #[tokio::test]
 async fn a_status_never_goes_back_though_the_resource_changes_all_the_time() {
     let site = Site::new().await;
-    let (_controller, _worker) =
-        (site.controller().start().await, site.worker().set("JOBREQUEST_RETRY_BASE_SECONDS", 0.3).start().await);
+    // Two seconds between attempts: time enough for each to be shown, though every write meets another's.
+    let worker = site.worker().set("JOBREQUEST_RETRY_BASE_SECONDS", 2).set("JOBREQUEST_RETRY_CAP_SECONDS", 2);
+    let (_controller, _worker) = (site.controller().start().await, worker.start().await);
     let names: Vec<_> = (0..4).map(|n| format!("a-{n}")).collect();
     for name in &names {
         site.create(name, with(site.hook(&format!("/gate/{name}?code=503")), json!({"maxAttempts": 3}))).await;
