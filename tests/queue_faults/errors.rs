@@ -52,14 +52,19 @@ async fn try_all(db: &Database, set: impl AsyncFn(bool), expected_code: &str) ->
     met
 }
 
-/// A trigger that raises what `fault` holds, by the statement or when it commits.
-async fn raise_by_trigger(db: &Database, when: &str) {
+/// A trigger that raises what `fault` holds, by the statement or when it commits; but not for a session named `beside`.
+/// The sequence `met` counts how often.
+pub async fn raise_by_trigger(db: &Database, when: &str) {
     db.run(
         "CREATE TABLE fault (code text NOT NULL); \
+         CREATE SEQUENCE met; \
          CREATE FUNCTION raise_fault() RETURNS trigger LANGUAGE plpgsql AS $$ \
              DECLARE wanted text := (SELECT code FROM fault); \
              BEGIN \
-                 IF wanted IS NOT NULL THEN RAISE EXCEPTION 'as the test wants' USING ERRCODE = wanted; END IF; \
+                 IF wanted IS NOT NULL AND current_setting('application_name') <> 'beside' THEN \
+                     PERFORM nextval('met'); \
+                     RAISE EXCEPTION 'as the test wants' USING ERRCODE = wanted; \
+                 END IF; \
                  RETURN coalesce(NEW, OLD); \
              END $$",
     )
@@ -158,7 +163,7 @@ pub async fn take_no_connections(db: &Database, inside: &mut PgConnection, wante
     sqlx::raw_sql(AssertSqlSafe(sql)).execute(inside).await.expect("its connection stays");
 }
 
-const END_OTHER_SESSIONS: &str = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
+pub const END_OTHER_SESSIONS: &str = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
     WHERE datname = current_database() AND pid <> pg_backend_pid()";
 
 /// Holds every row of the scene.

@@ -14,4 +14,6 @@ mod stage;
 
 mod cuts;
 mod errors;
+mod locks;
 mod operations;
+mod worker;
