@@ -3,16 +3,18 @@
 //!
 //! Two installs share the database; three workers claim (by kind, and by survey and lanes), beat, finish (alone, in
 //! batches that mix workers and stale claims, or with the reply lost and sent again), die, and take up claims whose
-//! reply was lost. People enqueue, in SQL too, cancel, retry and edit; resources share jobs by key, are shown their
-//! job's status, and are let go; leases end, rows are rescued and purged; clocks move forward by hours and backward.
+//! reply was lost. Jobs are enqueued one by one, in bulk and in SQL, replies are lost here too; people cancel, retry and
+//! edit; resources share jobs by key, are shown their job's status, and are let go; leases end, rows are rescued and
+//! purged; clocks move forward by hours and backward.
+//!
 //! The model states what is promised, row by row (`model.rs` of the queue and its workers, `people.rs` of people, the
 //! controller and time). It decides by the same pure functions as the queue
 //! ([`jobrequest::job::decide`], [`jobrequest::job::clamp_max_attempts`]), which have tests of their own, and knows
 //! nothing of the queue's SQL. What is the database's choice (ids, times, the back-off's jitter, which of the due jobs)
 //! it takes from the rows, once it is seen to be within the rules: a time must lie within its step.
 //!
-//! Bounds: up to 29 parts of a sequence, a part being one step or a few that belong together; 3 workers, 3 kinds, 6
-//! resources in 2 namespaces, 2 keys, batches of at most 4. Steps follow one another: what two sessions do at once is
+//! Bounds: up to 7 jobs at the start, then 1 to 39 parts, a part being one step or a few that belong together; 3
+//! workers, 3 kinds, 8 resources in 2 namespaces, 2 keys, batches of at most 7. Steps follow one another: what two sessions do at once is
 //! shown by `tests/queue_*.rs` and, over all orders, by `tests/model/`; what a broken connection does to each operation
 //! by `tests/queue_faults/`. Left out, too: what is refused before it is sent (payloads, ranges), rows that can't be
 //! read, payloads left out of a claim, the orphan sweep's questions, notifications, and `updated_at`.

@@ -92,7 +92,7 @@ impl Model {
         })
     }
 
-    pub fn enqueue(&mut self, install: usize, new: &NewJob, seen: &Seen) -> Check<Enqueued> {
+    pub fn enqueue(&mut self, install: usize, new: &NewJob, answer: &Enqueued, seen: &Seen) -> Check<Enqueued> {
         let uid = new.owner.as_ref().map(|owner| owner.uid);
         if let Some(hold) = uid.and_then(|uid| self.resources.get(&uid)) {
             return Ok(Enqueued::Existing(hold.job));
@@ -107,7 +107,11 @@ impl Model {
             }
             _ if released => return Ok(Enqueued::Released),
             Some(holder) => Enqueued::Existing(holder.job),
-            None => Enqueued::Created(self.create(install, new, seen)?),
+            None => {
+                let Enqueued::Created(id) = *answer else { return fail(format!("not created, but {answer:?}")) };
+                self.create(install, new, id, seen)?;
+                Enqueued::Created(id)
+            }
         };
         let (Enqueued::Created(id) | Enqueued::Existing(id)) = job else { return Ok(job) };
         if let Some(uid) = uid {
@@ -122,8 +126,8 @@ impl Model {
     }
 
     /// A row that was not there before.
-    pub fn create(&mut self, install: usize, new: &NewJob, seen: &Seen) -> Check<Uuid> {
-        let Some(made) = seen.rows.iter().find(|row| !self.jobs.contains_key(&row.id)) else {
+    pub fn create(&mut self, install: usize, new: &NewJob, id: Uuid, seen: &Seen) -> Check {
+        let Some(made) = seen.row(id).filter(|row| !self.jobs.contains_key(&row.id)) else {
             return fail("a job was accepted and there is no row");
         };
         prop_assert!(seen.during(made.created_at) && (new.run_at.is_some() || seen.during(made.run_at)));
@@ -161,7 +165,7 @@ impl Model {
             row.id,
             Job { row, token: None, handed_since: None, progress: None, lost_leases: 0, changed: false },
         );
-        Ok(made.id)
+        Ok(())
     }
 
     /// What a claim took; its token. Nothing at all is right too when no answer was heard.

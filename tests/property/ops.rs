@@ -14,7 +14,7 @@ use crate::database::INSTALLS;
 const HOUR: i64 = 60 * 60;
 pub const KINDS: [&str; 3] = ["anchor", "buoy", "cable"];
 pub const WORKERS: usize = 3;
-pub const RESOURCES: usize = 6;
+pub const RESOURCES: usize = 8;
 
 /// One thing that happens. Numbers choose among what there is at the time, and the step is left out if there is nothing.
 #[derive(Debug, Clone)]
@@ -22,6 +22,12 @@ pub enum Op {
     Enqueue {
         install: usize,
         new: New,
+        heard: bool,
+    },
+    EnqueueMany {
+        install: usize,
+        new: Vec<New>,
+        heard: bool,
     },
     InsertInSql {
         install: usize,
@@ -40,6 +46,8 @@ pub enum Op {
         worker: usize,
         kinds: Vec<usize>,
         turn: usize,
+        /// How many of the lanes.
+        lanes: usize,
         each: usize,
         limit: usize,
         /// From their first jobs on; otherwise all of each lane, and lanes too in which nothing waits.
@@ -194,6 +202,40 @@ fn new() -> impl Strategy<Value = New> {
     )
 }
 
+/// What the table's own defaults are enough for.
+fn plain() -> impl Strategy<Value = New> {
+    (0..KINDS.len(), 0_u8..2).prop_map(|(kind, payload)| New {
+        kind,
+        payload,
+        key: None,
+        resource: None,
+        run_at: None,
+        priority: 0,
+        max_attempts: 3,
+        suspended: false,
+        mark: None,
+    })
+}
+
+/// Whether the reply comes through.
+fn heard() -> impl Strategy<Value = bool> {
+    prop::bool::weighted(0.95)
+}
+
+fn enqueue() -> impl Strategy<Value = Op> {
+    (install(), new(), heard()).prop_map(|(install, new, heard)| Op::Enqueue { install, new, heard })
+}
+
+fn enqueue_many() -> impl Strategy<Value = Op> {
+    // Resources ask one by one: an item that has one is refused, most have none.
+    let without = || new().prop_map(|new| New { resource: None, ..new });
+    let items = prop_oneof![
+        1 => vec(plain(), 0..5),
+        3 => vec(prop_oneof![6 => without(), 1 => new()], 1..8),
+    ];
+    (install(), items, heard()).prop_map(|(install, new, heard)| Op::EnqueueMany { install, new, heard })
+}
+
 fn cause() -> impl Strategy<Value = Cause> {
     let named = prop_oneof![
         Just(Duration::ZERO),
@@ -224,18 +266,20 @@ fn claim() -> impl Strategy<Value = Op> {
         1 => Just(vec![]),
         2 => prop::sample::subsequence(vec![0, 1, 2], 1..3),
     ];
-    (install(), 0..WORKERS, kinds, prop_oneof![Just(1_usize), 1_usize..5], prop::bool::weighted(0.95))
+    (install(), 0..WORKERS, kinds, prop_oneof![Just(1_usize), 1_usize..5], heard())
         .prop_map(|(install, worker, kinds, limit, heard)| Op::Claim { install, worker, kinds, limit, heard })
 }
 
 fn claim_lanes() -> impl Strategy<Value = Op> {
     let kinds = prop_oneof![3 => Just(vec![0, 1, 2]), 1 => prop::sample::subsequence(vec![0, 1, 2], 0..3)];
-    (install(), 0..WORKERS, kinds, number(), 1_usize..4, 1_usize..5, any::<bool>()).prop_map(
-        |(install, worker, kinds, turn, each, limit, from_head)| Op::ClaimLanes {
+    let lanes = (number(), prop_oneof![1 => Just(usize::MAX), 1 => 1_usize..4]);
+    (install(), 0..WORKERS, kinds, lanes, 1_usize..4, 1_usize..5, any::<bool>()).prop_map(
+        |(install, worker, kinds, (turn, lanes), each, limit, from_head)| Op::ClaimLanes {
             install,
             worker,
             kinds,
             turn,
+            lanes,
             each,
             limit,
             from_head,
@@ -279,7 +323,8 @@ fn one() -> impl Strategy<Value = Op> {
     let mark = of(0_u8..3);
     let status = of(prop::sample::select(Status::ALL.to_vec()));
     prop_oneof![
-        12 => (install(), new()).prop_map(|(install, new)| Op::Enqueue { install, new }),
+        9 => enqueue(),
+        3 => enqueue_many(),
         1 => (install(), 0..KINDS.len()).prop_map(|(install, kind)| Op::InsertInSql { install, kind }),
         9 => claim(),
         5 => claim_lanes(),
@@ -341,7 +386,7 @@ fn some() -> impl Strategy<Value = Vec<Op>> {
 }
 
 pub fn sequence() -> impl Strategy<Value = Vec<Op>> {
-    vec(some(), 1..30).prop_map(|parts| parts.concat())
+    (vec(enqueue(), 0..8), vec(some(), 1..40)).prop_map(|(first, parts)| [first, parts.concat()].concat())
 }
 
 /// The end of an attempt without a result.

@@ -6,13 +6,13 @@ use chrono::TimeDelta;
 use jobrequest::job::Status;
 use jobrequest::queue::{
     AttemptEnd, ClaimTicket, ClaimedJob, EnqueueOutcome, Error, Finish, Heartbeat, Lease, ListFilter, NewJob, Owner,
-    Payloads, SpecEdit, SurveyFrom, Want,
+    Payloads, Queue, SpecEdit, SurveyFrom, Want,
 };
 use proptest::prelude::{prop_assert, prop_assert_eq};
 use serde_json::json;
 use uuid::Uuid;
 
-use crate::database::{Lab, Row, Seen, Time};
+use crate::database::{INSTALLS, Lab, Row, Seen, Time};
 use crate::job::{Check, Claim, fail, read};
 use crate::model::{Enqueued, Model};
 use crate::ops::{Edit, EditRunAt, KINDS, New, Op, WORKERS, Way};
@@ -52,19 +52,22 @@ impl<'a> Case<'a> {
 
     pub async fn step(&mut self, op: &Op) -> Check {
         match op {
-            Op::Enqueue { install, new } => self.enqueue(*install, new).await,
+            Op::Enqueue { install, new, heard } => self.enqueue(*install, new, *heard).await,
+            Op::EnqueueMany { install, new, heard } => self.enqueue_many(*install, new, *heard).await,
             Op::InsertInSql { install, kind } => {
                 let new = NewJob::new(KINDS[*kind], json!(0));
                 self.lab.insert(*install, KINDS[*kind]).await;
                 let seen = self.look().await;
-                self.model.create(*install, &new, &seen)?;
+                let made = seen.rows.iter().find(|row| !self.model.jobs.contains_key(&row.id));
+                let Some(made) = made else { return fail("an insert in SQL left no row") };
+                self.model.create(*install, &new, made.id, &seen)?;
                 self.compare(&seen)
             }
             Op::Claim { install, worker, kinds, limit, heard } => {
                 self.claim(*install, *worker, kinds, *limit, *heard).await
             }
-            Op::ClaimLanes { install, worker, kinds, turn, each, limit, from_head } => {
-                self.claim_lanes(*install, *worker, kinds, (*turn, *each, *limit, *from_head)).await
+            Op::ClaimLanes { install, worker, kinds, turn, lanes, each, limit, from_head } => {
+                self.claim_lanes(*install, *worker, kinds, (*turn, *lanes), (*each, *limit), *from_head).await
             }
             Op::TakeUp { worker } => self.take_up(*worker).await,
             Op::Heartbeat { install, picks } => self.heartbeat(*install, picks).await,
@@ -161,7 +164,8 @@ impl<'a> Case<'a> {
         leases
     }
 
-    async fn enqueue(&mut self, install: usize, new: &New) -> Check {
+    /// What is asked for, and by which install: a resource is one install's.
+    fn new_job(&self, install: usize, new: &New) -> (NewJob, usize) {
         let New { kind, payload, key, resource: number, run_at, priority, max_attempts, suspended, mark: used } = new;
         let (owner, install) = match number.map(resource) {
             Some((owner, install)) => (Some(owner), install),
@@ -177,17 +181,43 @@ impl<'a> Case<'a> {
             last_retry: used.map(mark),
             ..NewJob::new(KINDS[*kind], json!({ "n": payload }))
         };
-        let answer = match self.lab.queues[install].enqueue(&new).await {
-            Ok(EnqueueOutcome::Created(id)) => Enqueued::Created(id),
-            Ok(EnqueueOutcome::Existing(id)) => Enqueued::Existing(id),
-            Err(Error::IdempotencyConflict { holder }) => Enqueued::Conflict(holder),
-            Err(Error::KeyBeingFreed { holder }) => Enqueued::BeingFreed(holder),
-            Err(Error::Released) => Enqueued::Released,
-            Err(error) => return fail(format!("enqueue: {error}")),
-        };
+        (new, install)
+    }
+
+    /// A queue whose next insert goes through, and its reply is lost unless it is to be heard.
+    fn enqueuer(&self, install: usize, heard: bool) -> &Queue {
+        if heard {
+            return &self.lab.queues[install];
+        }
+        self.lab.proxy.lose_the_reply_to(INSTALLS[install].as_bytes());
+        &self.lab.deaf[install]
+    }
+
+    async fn enqueue(&mut self, install: usize, new: &New, heard: bool) -> Check {
+        let (new, install) = self.new_job(install, new);
+        let answer = enqueued(self.enqueuer(install, heard).enqueue(&new).await)?;
         self.lab.until_all_has_ended().await;
         let seen = self.look().await;
-        prop_assert_eq!(answer, self.model.enqueue(install, &new, &seen)?, "enqueue");
+        let expected = self.model.enqueue(install, &new, &answer, &seen)?;
+        prop_assert_eq!(answer, expected, "enqueue");
+        self.compare(&seen)
+    }
+
+    async fn enqueue_many(&mut self, install: usize, new: &[New], heard: bool) -> Check {
+        let new: Vec<NewJob> = new.iter().map(|new| self.new_job(install, new).0).collect();
+        let answers = self.enqueuer(install, heard).enqueue_many(&new).await;
+        self.lab.until_all_has_ended().await;
+        let seen = self.look().await;
+        prop_assert_eq!(answers.len(), new.len(), "an answer for each item");
+        for (new, answer) in new.iter().zip(answers) {
+            if new.owner.is_some() {
+                prop_assert!(matches!(answer, Err(Error::PayloadInvalid { .. })), "with an owner: {answer:?}");
+                continue;
+            }
+            let answer = enqueued(answer)?;
+            let expected = self.model.enqueue(install, new, &answer, &seen)?;
+            prop_assert_eq!(answer, expected, "enqueue many");
+        }
         self.compare(&seen)
     }
 
@@ -221,7 +251,9 @@ impl<'a> Case<'a> {
         install: usize,
         worker: usize,
         kinds: &[usize],
-        (turn, each, limit, from_head): (usize, usize, usize, bool),
+        (turn, lanes): (usize, usize),
+        (each, limit): (usize, usize),
+        from_head: bool,
     ) -> Check {
         let queue = &self.lab.queues[install];
         let name = format!("worker {worker}");
@@ -236,6 +268,7 @@ impl<'a> Case<'a> {
         };
         let turn = turn % wants.len().max(1);
         wants.rotate_left(turn);
+        wants.truncate(lanes);
         let jobs = answered(queue.claim_from(&name, &wants, limit, Payloads::All).await)?;
         let seen = self.look().await;
         let claims = self.model.claim_lanes(install, &name, &wants, limit, &seen)?;
@@ -504,6 +537,17 @@ impl<'a> Case<'a> {
 
 fn answered<T, E: std::fmt::Display>(answer: Result<T, E>) -> Check<T> {
     answer.or_else(|error| fail(error.to_string()))
+}
+
+fn enqueued(answer: Result<EnqueueOutcome, Error>) -> Check<Enqueued> {
+    match answer {
+        Ok(EnqueueOutcome::Created(id)) => Ok(Enqueued::Created(id)),
+        Ok(EnqueueOutcome::Existing(id)) => Ok(Enqueued::Existing(id)),
+        Err(Error::IdempotencyConflict { holder }) => Ok(Enqueued::Conflict(holder)),
+        Err(Error::KeyBeingFreed { holder }) => Ok(Enqueued::BeingFreed(holder)),
+        Err(Error::Released) => Ok(Enqueued::Released),
+        Err(error) => fail(format!("enqueue: {error}")),
+    }
 }
 
 fn found<T>(answer: Result<T, Error>) -> Check<Option<T>> {
