@@ -57,7 +57,8 @@ impl Drop for Listener {
 async fn listen(database: &PgConnectOptions, wakes: &[(Channel, Arc<Notify>)]) -> sqlx::Result<()> {
     let pool = PgPoolOptions::new().max_connections(1).acquire_timeout(ANSWER).connect_lazy_with(database.clone());
     let mut listener = PgListener::connect_with(&pool).await?;
-    listener.listen_all(wakes.iter().map(|(channel, _)| channel.name())).await?;
+    let listening = listener.listen_all(wakes.iter().map(|(channel, _)| channel.name()));
+    timeout(ANSWER, listening).await.map_err(|_| sqlx::Error::PoolTimedOut)??;
     wakes.iter().for_each(|(_, notify)| notify.notify_one());
     loop {
         match timeout(QUIET, listener.try_recv()).await {
