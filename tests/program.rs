@@ -13,6 +13,7 @@ use serde_json::json;
 use sink::Sink;
 use support::db::Database;
 use support::program::{Program, ended, output};
+use support::proxy::{Proxy, Way};
 use tokio::time::sleep;
 use uuid::Uuid;
 
@@ -132,13 +133,87 @@ async fn a_worker_without_a_database_waits_quietly_and_says_so() {
     // Processor time takes time to be used up.
     sleep(Duration::from_secs(4)).await;
     let used = worker.cpu() - before;
-    assert!(used < Duration::from_millis(400), "{used:?} of processor time in 4 s of waiting");
+    assert!(used < Duration::from_millis(200), "{used:?} of processor time in 4 s of waiting: over 5 %");
     assert_eq!(worker.get("/healthz").await.0, 200);
     let log = worker.log();
     assert_eq!(log.lines().count(), 1, "{log}");
     assert!(!log.contains("hunter2") && !worker.get("/readyz").await.1.contains("hunter2"), "{log}");
     worker.signal("TERM");
     assert_eq!(ended(worker.exit().await), "code 0");
+}
+
+#[tokio::test]
+async fn a_worker_whose_database_goes_away_waits_quietly_and_is_soon_ready_when_it_is_back() {
+    let (db, sink) = (Database::new().await, Sink::start().await);
+    let proxy = Proxy::before(&db.options()).await;
+    let through = proxy.options(db.options());
+    let mut url = url::Url::parse(&db.url()).expect("a URL");
+    url.set_host(Some(through.get_host())).expect("a host");
+    url.set_port(Some(through.get_port())).expect("it has one");
+    let worker = worker(&db, &[("DATABASE_URL", url.as_str()), ("JOBREQUEST_POLL_SECONDS", "2")]);
+    worker.until("/readyz", 200).await;
+    proxy.set(Way::Refused);
+    worker.until("/readyz", 503).await;
+    let (cpu, lines) = (worker.cpu(), worker.log().lines().count());
+    // Processor time takes time to be used up, and lines to be written.
+    sleep(Duration::from_secs(6)).await;
+    let (cpu, lines) = (worker.cpu() - cpu, worker.log().lines().count() - lines);
+    assert!(cpu < Duration::from_millis(300), "{cpu:?} of processor time in 6 s of waiting: over 5 %");
+    assert!(lines < 6, "over 60 lines a minute: {}", worker.log());
+    assert_eq!(worker.get("/healthz").await.0, 200, "a restart would not help");
+    let back = Instant::now();
+    proxy.set(Way::Open);
+    worker.until("/readyz", 200).await;
+    let id = webhook(&db, &sink.url("/ok"), 3).await;
+    until_status(&db, id, "succeeded").await;
+    assert!(back.elapsed() < Duration::from_secs(30), "{:?}", back.elapsed());
+}
+
+/// A library that puts a program's wall clock wrong.
+fn wrong_clock(directory: &std::path::Path) -> String {
+    let library = directory.join("clock.so");
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/clock.c");
+    let mut compile = std::process::Command::new("cc");
+    compile.args(["-shared", "-fPIC", "-O1", "-o"]).arg(&library).arg(source);
+    assert!(compile.status().expect("there is a C compiler").success());
+    library.to_str().expect("UTF-8").to_owned()
+}
+
+#[tokio::test]
+async fn a_worker_whose_wall_clock_is_ten_minutes_wrong_goes_by_the_databases() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let library = wrong_clock(directory.path());
+    for wrong_by in ["600", "-600"] {
+        let (db, sink) = (Database::new().await, Sink::start().await);
+        let wrong = [
+            ("LD_PRELOAD", library.as_str()),
+            ("WRONG_BY", wrong_by),
+            ("JOBREQUEST_RETRY_BASE_SECONDS", "5"),
+            ("JOBREQUEST_RETRY_CAP_SECONDS", "60"),
+        ];
+        let wrong = worker(&db, &wrong);
+        wrong.until("/readyz", 200).await;
+        let long = webhook(&db, &sink.url("/gate/long"), 3).await;
+        until_hits(&sink, 1).await;
+        // One whose clock is right leaves its lease alone.
+        let right = worker(&db, &[]);
+        right.until("/readyz", 200).await;
+        let renewed = format!("SELECT locked_at - started_at > interval '4 s' FROM jobs WHERE id = '{long}'");
+        until("two leases are over", async || db.value(&renewed).await).await;
+        drop(right);
+        let failing = webhook(&db, &sink.url("/code/500"), 100).await;
+        until_status(&db, failing, "retrying").await;
+        let wait: f64 = db
+            .value(&format!("SELECT extract(epoch FROM run_at - updated_at)::float8 FROM jobs WHERE id = '{failing}'"))
+            .await;
+        assert!((5.0..=15.0).contains(&wait), "{wrong_by}: {wait} s after the first attempt");
+        sink.open("long");
+        until_status(&db, long, "succeeded").await;
+        assert_eq!((attempts(&db, long).await, sink.count("/gate/long")), (1, 1), "{wrong_by}");
+        let told: i64 = sink.hits()[0].header("webhook-timestamp").parse().expect("a time");
+        let off = told - chrono::Utc::now().timestamp();
+        assert!((off - wrong_by.parse::<i64>().expect("a number")).abs() < 120, "its clock is wrong: by {off} s");
+    }
 }
 
 #[tokio::test]
