@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use jobrequest::job::Cause;
-use jobrequest::queue::{Channel, ListFilter, NewJob, Queue, SchemaState, Settings, migrate};
+use jobrequest::queue::{
+    AttemptEnd, Channel, ListFilter, NewJob, Payloads, Queue, SchemaState, Settings, SurveyFrom, Want, migrate,
+};
 use serde_json::json;
 use sqlx::Connection;
 use sqlx::postgres::PgListener;
@@ -218,6 +220,17 @@ async fn a_column_added_by_a_later_version_breaks_no_living_program() {
         queue.mark_succeeded(claim(&queue).await, &json!(1)).await.map(drop).expect("answered");
         queue.release(uid).await.expect("answered");
         queue.purge().await.expect("answered");
+
+        assert!(queue.enqueue_many(&[job(), job(), job()]).await.iter().all(Result::is_ok));
+        let from = [SurveyFrom { kind: "test_kind".to_owned(), after: None }];
+        let lane = queue.survey(&from, 1).await.expect("answered").remove(0).lane;
+        let wants = [Want { lane, from: None, limit: 1 }];
+        let mut claims = queue.claim_from("w1", &wants, 1, Payloads::All).await.expect("answered");
+        claims.extend(queue.fetch_many("w1", &["test_kind"], 2).await.expect("answered"));
+        let failed = AttemptEnd::Failed(failure(Cause::Permanent));
+        let ends = [AttemptEnd::Succeeded(json!(1)), AttemptEnd::Succeeded(json!(null)), failed];
+        let ends = queue.finish_many(claims.into_iter().zip(ends).collect()).await;
+        assert!(ends.len() == 3 && ends.iter().all(Result::is_ok));
         if round == 0 {
             db.run("ALTER TABLE jobs ADD COLUMN note text; ALTER TABLE job_resources ADD COLUMN note text").await;
         }

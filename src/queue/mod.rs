@@ -5,7 +5,7 @@
 //!
 //! | operation | from | to | guard |
 //! |---|---|---|---|
-//! | [`Queue::enqueue`] | - | queued | one row per resource uid and per live key |
+//! | [`Queue::enqueue`], [`Queue::enqueue_many`] | - | queued | one row per resource uid and per live key |
 //! | [`Queue::fetch_next`] | queued, retrying | running | due, not suspended, kind known; row locks skipped |
 //! | [`Queue::mark_succeeded`] | running | succeeded | the claim's token |
 //! | [`Queue::mark_failed_or_retry`] | running | retrying, queued, failed_permanent, cancelled | the claim's token |
