@@ -111,7 +111,7 @@ async fn a_row_that_can_not_be_read_costs_the_rest_of_its_batch_nothing() {
     let queue = db.queue();
     enqueue(&queue, 3).await;
     db.run(
-        "ALTER TABLE jobs DROP CONSTRAINT jobs_timeout_range; \
+        "ALTER DOMAIN job_timeout DROP CONSTRAINT jobs_timeout_range; \
          UPDATE jobs SET timeout_seconds = -1 WHERE id = (SELECT id FROM jobs ORDER BY id OFFSET 1 LIMIT 1)",
     )
     .await;
@@ -190,6 +190,34 @@ async fn a_row_that_somebody_holds_does_not_delay_the_rest_of_its_batch() {
     tx.rollback().await.expect("released");
     let again = queue.finish_many(vec![(held.job, success(1))]).await.pop().expect("one").expect("answered");
     assert_eq!(again, Finish::Done(Status::Succeeded));
+}
+
+#[tokio::test]
+async fn a_row_that_an_application_holds_does_not_delay_large_batches_either() {
+    let db = Database::new().await;
+    let queue = db.queue();
+    enqueue(&queue, 200).await;
+    let mut jobs = fetch(&queue, 200).await;
+    let held = jobs[70].id();
+    let mut connection = db.connect().await;
+    let mut tx = connection.begin().await.expect("begun");
+    sqlx::query("SELECT FROM jobs WHERE id = $1 FOR UPDATE").bind(held).execute(&mut *tx).await.expect("locked");
+    let second = jobs.split_off(100);
+    for batch in [jobs, second] {
+        let ids: Vec<Uuid> = batch.iter().map(ClaimedJob::id).collect();
+        let answers = queue.finish_many(batch.into_iter().map(|job| (job, success(1))).collect()).await;
+        for (id, answer) in ids.into_iter().zip(answers) {
+            match answer {
+                Ok(finish) => assert_eq!(finish, Finish::Done(Status::Succeeded)),
+                Err(unfinished) => {
+                    assert_eq!((id, matches!(unfinished.error, Error::RowLocked)), (held, true), "{unfinished}");
+                }
+            }
+        }
+    }
+    tx.rollback().await.expect("released");
+    let (left,): (i64,) = db.one("SELECT count(*) FROM jobs WHERE status = 'running'").await;
+    assert_eq!(left, 1);
 }
 
 #[tokio::test]

@@ -164,7 +164,7 @@ async fn rows_that_nobody_can_read_end_as_failed_and_the_one_behind_them_is_clai
     let db = Database::new().await;
     let queue = db.queue();
     db.run(
-        "ALTER TABLE jobs DROP CONSTRAINT jobs_timeout_range; \
+        "ALTER DOMAIN job_timeout DROP CONSTRAINT jobs_timeout_range; \
          INSERT INTO jobs (kind, payload, priority, timeout_seconds) VALUES ('test_kind', '[1, 2]', 9, -1); \
          INSERT INTO jobs (kind, payload, priority, progress) \
          VALUES ('test_kind', '{}', 8, (repeat('[', 500) || repeat(']', 500))::jsonb)",

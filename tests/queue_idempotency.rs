@@ -10,7 +10,7 @@ use chrono::{DateTime, Utc};
 use jobrequest::job::{Cause, Status};
 use jobrequest::queue::{EnqueueOutcome, Error, Held, NewJob, Owner, Queue, RetryOutcome};
 use serde_json::{Value, json};
-use sqlx::Connection;
+use sqlx::{AssertSqlSafe, Connection};
 use tokio::sync::Barrier;
 use uuid::Uuid;
 
@@ -154,6 +154,56 @@ async fn a_succeeded_jobs_key_outlives_its_row() {
     assert!(matches!(queue.enqueue(&other).await, Err(Error::IdempotencyConflict { holder }) if holder == id));
     created(&queue, &in_namespace("blog", keyed("k"))).await;
     assert_eq!(count(&db).await, 1);
+}
+
+#[tokio::test]
+async fn plain_sql_may_not_take_a_key_that_outlives_its_row() {
+    let db = Database::new().await;
+    let queue = db.queue_with(|settings| settings.retention = Duration::ZERO);
+    succeeded(&queue, &keyed("k")).await;
+    db.run("UPDATE jobs SET finished_at = now() - interval '1 h'").await;
+    assert_eq!(queue.purge().await.expect("answered").jobs, 1);
+    let insert = |install: &str| {
+        format!(
+            "INSERT INTO jobs (kind, payload, idempotency_key, install) VALUES ('test_kind', '{{}}', 'k', '{install}')"
+        )
+    };
+    let mut connection = db.connect().await;
+    let refused =
+        sqlx::raw_sql(AssertSqlSafe(insert("default"))).execute(&mut connection).await.expect_err("it is held");
+    let refused = refused.into_database_error().expect("by the database");
+    assert!(refused.is_unique_violation() && refused.constraint() == Some("jobs_idempotency_key_uidx"), "{refused:?}");
+    db.run(&insert("other")).await;
+    assert_eq!(count(&db).await, 1);
+}
+
+#[tokio::test]
+async fn the_purge_finds_what_has_ended_wherever_it_stands() {
+    let db = Database::new().await;
+    let queue = db.queue();
+    // Live, made long ago; live, made just now; and ids that are no times at all.
+    db.run(
+        "INSERT INTO jobs (id, kind, payload) \
+         SELECT overlay(jobs_new_id()::text PLACING '018f0000-0000' FROM 1 FOR 13)::uuid, 'test_kind', '{}' \
+         FROM generate_series(1, 12000); \
+         INSERT INTO jobs (kind, payload) SELECT 'test_kind', '{}' FROM generate_series(1, 12000); \
+         INSERT INTO jobs (id, kind, payload) SELECT gen_random_uuid(), 'test_kind', '{}' FROM generate_series(1, 500); \
+         UPDATE jobs SET status = 'succeeded', attempts = 1, finished_at = now() - interval '8 days' \
+         WHERE right(id::text, 1) IN ('0', '1')",
+    )
+    .await;
+    let (ended,): (i64,) = db.one("SELECT count(*) FROM jobs WHERE status = 'succeeded'").await;
+    let mut removed = 0;
+    loop {
+        let purged = queue.purge().await.expect("answered").jobs;
+        assert!(purged <= 500);
+        if purged == 0 {
+            break;
+        }
+        removed += purged;
+    }
+    assert_eq!(removed, u64::try_from(ended).expect("a count"));
+    assert_eq!(count(&db).await, 24_500 - ended);
 }
 
 #[tokio::test]

@@ -1,11 +1,15 @@
 //! Claim and heartbeat: how a lease begins and how it is kept.
 
+use std::collections::HashSet;
+
 use sqlx::AssertSqlSafe;
 use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::claimed::{ClaimedJob, ClaimedRow, Lease};
+use super::connections::BY_ID;
 use super::error::{Error, Result};
+use super::lanes::{BEFORE_ALL, CAREFUL, LANES, NAMESPACE, WAITING};
 use super::{Channel, Queue};
 use crate::text::storable;
 
@@ -55,6 +59,11 @@ pub(super) const CLAIMED: &str = "j.id, j.kind, j.namespace, j.priority, j.run_a
     coalesce(extract(epoch FROM now() - j.handed_back_at), 0)::float8 AS handed_back_seconds, \
     greatest(extract(epoch FROM now() - j.run_at), 0)::float8 AS waited_seconds, \
     j.progress::text AS progress";
+/// What a claim writes, beside the lease's token, holder and length.
+pub(super) const START: &str = "status = 'running', attempts = attempts + 1, locked_at = now(), started_at = now(), \
+    finished_at = NULL, updated_at = now(), revision = revision + 1, mirror_due = owner_uid IS NOT NULL";
+/// How many jobs others may hold at a lane's head without a claim of one coming away empty.
+const SPARE: u32 = 100;
 const PAYLOAD: &str = "j.payload::text AS payload";
 
 impl Queue {
@@ -67,7 +76,8 @@ impl Queue {
     }
 
     /// Claims the next due jobs of these kinds in one statement, at most `limit`: highest priority first, then longest
-    /// due.
+    /// due, whatever their kind and namespace. Costs an index descent for each lane ([`Lane`](super::Lane)) of the
+    /// kinds; a worker that claims all the time goes by [`Queue::survey`] and [`Queue::claim_from`] instead.
     ///
     /// Guard: waiting, due by the database's clock, not suspended, of a given kind (a kind unknown to this worker
     /// stays for others), of this install; rows locked by others are skipped. The claim adds one to `attempts` and
@@ -88,17 +98,26 @@ impl Queue {
         Ok(Vec::new())
     }
 
+    /// Of each lane so many of its first jobs as may be needed when others hold some; of these the first that nobody
+    /// holds. A job is looked at again once it is locked: it may have been claimed since.
     async fn claim(&self, worker: &str, kinds: &[&str], limit: usize, ticket: ClaimTicket) -> Result<Found> {
         let sql = format!(
             "WITH next AS ( \
-                 SELECT id FROM jobs \
-                 WHERE install = $1 AND status IN ('queued', 'retrying') AND NOT suspended AND run_at <= now() \
-                   AND kind = ANY($2) \
-                 ORDER BY priority DESC, run_at, id LIMIT $6 FOR UPDATE SKIP LOCKED) \
-             UPDATE jobs j SET status = 'running', attempts = attempts + 1, claim_token = $3, locked_by = $4, \
-                 locked_at = now(), lease_seconds = $5, started_at = now(), finished_at = NULL, updated_at = now(), \
-                 revision = revision + 1, mirror_due = owner_uid IS NOT NULL \
-             FROM next WHERE j.id = next.id RETURNING {CLAIMED}, {PAYLOAD}"
+                 SELECT j.id FROM ( \
+                     SELECT kind, '' AS namespace, false AS careful, ({BEFORE_ALL})::int2 AS priority \
+                     FROM unnest($2::text[]) AS kinds(kind)) k \
+                 {lanes}) l \
+                 CROSS JOIN LATERAL ( \
+                     SELECT id FROM jobs WHERE install = $1 AND {WAITING} AND kind = k.kind \
+                       AND {NAMESPACE} = l.namespace AND {CAREFUL} = l.careful AND priority = l.priority \
+                       AND run_at <= now() \
+                     ORDER BY run_at, id LIMIT $6::int8 + {SPARE}) first \
+                 JOIN jobs j ON j.id = first.id \
+                 WHERE l.run_at <= now() AND {WAITING} AND j.run_at <= now() AND j.kind = k.kind \
+                 ORDER BY j.priority DESC, j.run_at, j.id LIMIT $6::int8 FOR UPDATE OF j SKIP LOCKED) \
+             UPDATE jobs j SET {START}, claim_token = $3, locked_by = $4, lease_seconds = $5 \
+             FROM next WHERE j.id = next.id RETURNING {CLAIMED}, {PAYLOAD}",
+            lanes = *LANES
         );
         let rows: Vec<ClaimedRow> = sqlx::query_as(AssertSqlSafe(sql))
             .bind(&self.settings.install)
@@ -119,7 +138,7 @@ impl Queue {
     /// [`Error::Db`], [`Error::Timeout`].
     pub async fn take_up(&self, ticket: ClaimTicket) -> Result<Vec<ClaimedJob>> {
         let sql = format!(
-            "SELECT {CLAIMED}, {PAYLOAD} FROM jobs j WHERE j.install = $1 AND j.status = 'running' AND j.claim_token = $2"
+            "SELECT {CLAIMED}, {PAYLOAD} FROM jobs j WHERE j.install = $1 AND starts_with(j.status, 'running') AND j.claim_token = $2"
         );
         let query = sqlx::query_as(AssertSqlSafe(sql)).bind(&self.settings.install).bind(ticket.token);
         let rows: Vec<ClaimedRow> = self.bounded(async { Ok(query.fetch_all(&self.pool).await?) }).await?;
@@ -149,25 +168,44 @@ impl Queue {
     /// Prolongs these leases in one statement and learns of cancels.
     ///
     /// Guard: running, under the claim's token. A lease that is missing from the answer is lost. Rows locked by
-    /// another transaction are skipped, not waited for: one stuck row must not end the other leases.
+    /// another transaction are skipped, not waited for (one stuck row must not end the other leases), and looked at in
+    /// a second statement.
     ///
     /// # Errors
     /// [`Error::Db`], [`Error::Timeout`]: nothing is known of any lease.
     pub async fn heartbeat(&self, leases: &[Lease]) -> Result<Vec<Heartbeat>> {
-        self.look(
-            leases,
-            "WITH mine AS (SELECT * FROM unnest($1::uuid[], $2::uuid[]) AS m(id, token)), \
-             free AS ( \
-                 SELECT j.id FROM jobs j JOIN mine m ON j.id = m.id AND j.claim_token = m.token \
-                 WHERE j.status = 'running' ORDER BY j.id FOR UPDATE OF j SKIP LOCKED), \
-             renewed AS ( \
-                 UPDATE jobs j SET locked_at = now(), lease_seconds = $3, updated_at = now() FROM free \
-                 WHERE j.id = free.id RETURNING j.id) \
-             SELECT m.id, m.token, r.id IS NOT NULL, j.cancel_requested \
-             FROM mine m JOIN jobs j ON j.id = m.id AND j.claim_token = m.token AND j.status = 'running' \
-             LEFT JOIN renewed r ON r.id = m.id",
+        self.bounded(self.renew(leases)).await
+    }
+
+    async fn renew(&self, leases: &[Lease]) -> Result<Vec<Heartbeat>> {
+        let mut leases = leases.to_vec();
+        leases.sort_unstable_by_key(|lease| lease.id);
+        let (ids, tokens) = columns(&leases);
+        let mut tx = self.pool.begin_with(BY_ID).await?;
+        let rows: Vec<(Uuid, Uuid, bool)> = sqlx::query_as(
+            "UPDATE jobs j SET locked_at = now(), lease_seconds = $3, updated_at = now() \
+             FROM unnest($1::uuid[], $2::uuid[]) AS m(id, token) \
+             CROSS JOIN LATERAL ( \
+                 SELECT id FROM jobs WHERE id = m.id AND claim_token = m.token AND status = 'running' \
+                 FOR UPDATE SKIP LOCKED) free \
+             WHERE j.id = free.id RETURNING j.id, j.claim_token, j.cancel_requested",
         )
-        .await
+        .bind(ids)
+        .bind(tokens)
+        .bind(self.lease_seconds())
+        .fetch_all(&mut *tx)
+        .await?;
+        tx.commit().await?;
+        let mut found: Vec<Heartbeat> = rows
+            .into_iter()
+            .map(|(id, token, cancel_requested)| Heartbeat { id, token, renewed: true, cancel_requested })
+            .collect();
+        let renewed: HashSet<(Uuid, Uuid)> = found.iter().map(|beat| (beat.id, beat.token)).collect();
+        leases.retain(|lease| !renewed.contains(&(lease.id, lease.token)));
+        if !leases.is_empty() {
+            found.extend(self.look(&leases).await?);
+        }
+        Ok(found)
     }
 
     /// Which of these leases stand and which were asked to stop; prolongs nothing.
@@ -175,21 +213,26 @@ impl Queue {
     /// # Errors
     /// As [`Queue::heartbeat`].
     pub async fn look_for_cancels(&self, leases: &[Lease]) -> Result<Vec<Heartbeat>> {
-        self.look(
-            leases,
-            "SELECT m.id, m.token, false, j.cancel_requested FROM unnest($1::uuid[], $2::uuid[]) AS m(id, token) \
-             JOIN jobs j ON j.id = m.id AND j.claim_token = m.token AND j.status = 'running' AND $3 > 0",
-        )
-        .await
+        self.bounded(self.look(leases)).await
     }
 
-    async fn look(&self, leases: &[Lease], sql: &'static str) -> Result<Vec<Heartbeat>> {
-        let ids: Vec<Uuid> = leases.iter().map(|lease| lease.id).collect();
-        let tokens: Vec<Uuid> = leases.iter().map(|lease| lease.token).collect();
-        let query = sqlx::query_as(sql).bind(ids).bind(tokens).bind(self.lease_seconds());
-        let rows: Vec<(Uuid, Uuid, bool, bool)> =
-            self.bounded(async { Ok(query.fetch_all(&self.pool).await?) }).await?;
-        let to_answer = |(id, token, renewed, cancel_requested)| Heartbeat { id, token, renewed, cancel_requested };
+    async fn look(&self, leases: &[Lease]) -> Result<Vec<Heartbeat>> {
+        let (ids, tokens) = columns(leases);
+        let mut tx = self.pool.begin_with(BY_ID).await?;
+        let rows: Vec<(Uuid, Uuid, bool)> = sqlx::query_as(
+            "SELECT m.id, m.token, j.cancel_requested FROM unnest($1::uuid[], $2::uuid[]) AS m(id, token) \
+             JOIN jobs j ON j.id = m.id AND j.claim_token = m.token AND j.status = 'running'",
+        )
+        .bind(ids)
+        .bind(tokens)
+        .fetch_all(&mut *tx)
+        .await?;
+        tx.commit().await?;
+        let to_answer = |(id, token, cancel_requested)| Heartbeat { id, token, renewed: false, cancel_requested };
         Ok(rows.into_iter().map(to_answer).collect())
     }
+}
+
+fn columns(leases: &[Lease]) -> (Vec<Uuid>, Vec<Uuid>) {
+    leases.iter().map(|lease| (lease.id, lease.token)).unzip()
 }

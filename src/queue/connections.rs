@@ -16,6 +16,11 @@ use sqlx::error::BoxDynError;
 use sqlx::postgres::{PgArguments, PgConnection, PgPool, PgQueryResult, PgRow, PgStatement, PgTypeInfo};
 use sqlx::{Describe, Either, Error, Execute, Executor, Postgres, SqlStr};
 
+/// Begins a transaction whose statements find each row by its id. What Postgres knows of a growing table, and guesses
+/// of an array's length, may else tell it to read the whole table instead.
+pub(super) const BY_ID: &str =
+    "BEGIN; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off; SET LOCAL enable_seqscan = off";
+
 type Step = Either<PgQueryResult, PgRow>;
 
 /// The queue's connections. One statement: `.execute(&connections)`; several in a transaction:
@@ -48,6 +53,11 @@ impl Connections {
 
     pub(super) async fn begin(&self) -> sqlx::Result<Transaction> {
         Ok(Transaction(Session { tx: self.pool.begin().await?, pooler: self.pooler }))
+    }
+
+    /// A transaction that begins with statements of ours ([`BY_ID`]), in the same request.
+    pub(super) async fn begin_with(&self, begin: &'static str) -> sqlx::Result<Transaction> {
+        Ok(Transaction(Session { tx: self.pool.begin_with(begin).await?, pooler: self.pooler }))
     }
 
     /// In a transaction of its own, with all of its answer.

@@ -8,11 +8,12 @@
 
 use chrono::{DateTime, Utc};
 use sqlx::AssertSqlSafe;
+use std::sync::LazyLock;
 use std::time::Duration;
 use uuid::Uuid;
 
 use super::Queue;
-use super::claim::{CLAIMED, ClaimError, ClaimTicket};
+use super::claim::{CLAIMED, ClaimError, ClaimTicket, START};
 use super::claimed::{ClaimedJob, ClaimedRow};
 use super::error::Result;
 use crate::text::storable;
@@ -74,7 +75,33 @@ pub enum Payloads {
 
 const SMALL_PAYLOAD_BYTES: i32 = 2048;
 /// Lower than any priority.
-const BEFORE_ALL: i16 = i16::MIN;
+pub(super) const BEFORE_ALL: i16 = i16::MIN;
+
+// What the claim's index is made of, word for word: only so does Postgres see that it serves.
+pub(super) const WAITING: &str = "status IN ('queued', 'retrying') AND NOT suspended";
+pub(super) const NAMESPACE: &str = "coalesce(namespace, '')";
+pub(super) const CAREFUL: &str = "(attempts + 1 >= max_attempts OR lost_leases >= 2)";
+
+/// The first job of each lane of k.kind behind the lane (k.namespace, k.careful, k.priority), in the index's order. The
+/// caller ends it: `) l`, or with a limit.
+pub(super) static LANES: LazyLock<String> = LazyLock::new(|| {
+    let next = |after: &str| {
+        format!(
+            "SELECT {NAMESPACE} AS namespace, {CAREFUL} AS careful, priority, run_at, id FROM jobs \
+             WHERE install = $1 AND kind = k.kind AND {WAITING} \
+               AND ({NAMESPACE}, {CAREFUL}, priority) > ({after}.namespace, {after}.careful, {after}.priority) \
+             ORDER BY {NAMESPACE}, {CAREFUL}, priority, run_at, id LIMIT 1"
+        )
+    };
+    format!(
+        "CROSS JOIN LATERAL ( \
+             WITH RECURSIVE heads AS ( \
+                 ({}) UNION ALL SELECT next.* FROM heads h CROSS JOIN LATERAL ({}) next) \
+             SELECT * FROM heads",
+        next("k"),
+        next("h"),
+    )
+});
 
 #[derive(sqlx::FromRow)]
 struct HeadRow {
@@ -100,30 +127,20 @@ impl Queue {
         let careful: Vec<bool> = from.iter().map(|from| from.after.as_ref().is_some_and(|lane| lane.careful)).collect();
         let priorities: Vec<i16> =
             from.iter().map(|from| from.after.as_ref().map_or(BEFORE_ALL, |lane| lane.priority)).collect();
-        let query = sqlx::query_as(
+        let sql = format!(
             "SELECT k.kind, l.namespace, l.careful, l.priority, l.run_at, l.id, \
                  greatest(extract(epoch FROM l.run_at - now()), 0)::float8 AS due_in \
              FROM unnest($2::text[], $3::text[], $4::bool[], $5::int2[]) AS k(kind, namespace, careful, priority) \
-             CROSS JOIN LATERAL ( \
-                 WITH RECURSIVE heads AS ( \
-                     (SELECT coalesce(namespace, '') AS namespace, attempts + 1 >= max_attempts OR lost_leases >= 2 AS careful, priority, run_at, id \
-                      FROM jobs WHERE install = $1 AND kind = k.kind AND status IN ('queued', 'retrying') AND NOT suspended \
-                        AND (coalesce(namespace, ''), (attempts + 1 >= max_attempts OR lost_leases >= 2), priority) > (k.namespace, k.careful, k.priority) \
-                      ORDER BY coalesce(namespace, ''), (attempts + 1 >= max_attempts OR lost_leases >= 2), priority, run_at, id LIMIT 1) \
-                     UNION ALL \
-                     SELECT next.* FROM heads h CROSS JOIN LATERAL ( \
-                         SELECT coalesce(namespace, ''), attempts + 1 >= max_attempts OR lost_leases >= 2, priority, run_at, id \
-                         FROM jobs WHERE install = $1 AND kind = k.kind AND status IN ('queued', 'retrying') AND NOT suspended \
-                           AND (coalesce(namespace, ''), (attempts + 1 >= max_attempts OR lost_leases >= 2), priority) > (h.namespace, h.careful, h.priority) \
-                         ORDER BY coalesce(namespace, ''), (attempts + 1 >= max_attempts OR lost_leases >= 2), priority, run_at, id LIMIT 1) next) \
-                 SELECT * FROM heads LIMIT $6) l",
-        )
-        .bind(&self.settings.install)
-        .bind(kinds)
-        .bind(namespaces)
-        .bind(careful)
-        .bind(priorities)
-        .bind(i64::try_from(per_kind).unwrap_or(i64::MAX));
+             {} LIMIT $6) l",
+            *LANES
+        );
+        let query = sqlx::query_as(AssertSqlSafe(sql))
+            .bind(&self.settings.install)
+            .bind(kinds)
+            .bind(namespaces)
+            .bind(careful)
+            .bind(priorities)
+            .bind(i64::try_from(per_kind).unwrap_or(i64::MAX));
         let rows: Vec<HeadRow> = self.bounded(async { Ok(query.fetch_all(&self.pool).await?) }).await?;
         Ok(rows.into_iter().map(LaneHead::from).collect())
     }
@@ -168,15 +185,12 @@ impl Queue {
                  SELECT n.id FROM unnest($5::text[], $6::text[], $7::bool[], $8::int2[], $9::timestamptz[], $10::uuid[], $11::int8[], $14::bool[]) \
                      WITH ORDINALITY AS l(kind, namespace, careful, priority, run_at, id, max, whole, place) \
                  CROSS JOIN LATERAL ( \
-                     SELECT id FROM jobs WHERE install = $1 AND status IN ('queued', 'retrying') AND NOT suspended \
-                       AND kind = l.kind AND coalesce(namespace, '') = l.namespace \
-                       AND (attempts + 1 >= max_attempts OR lost_leases >= 2) = l.careful AND priority = l.priority \
+                     SELECT id FROM jobs WHERE install = $1 AND {WAITING} \
+                       AND kind = l.kind AND {NAMESPACE} = l.namespace AND {CAREFUL} = l.careful AND priority = l.priority \
                        AND run_at <= now() AND (run_at, id) >= (CASE WHEN l.whole THEN '-infinity' ELSE l.run_at END, l.id) \
                      ORDER BY run_at, id LIMIT l.max FOR UPDATE SKIP LOCKED) n \
                  LIMIT $12) \
-             UPDATE jobs j SET status = 'running', attempts = attempts + 1, claim_token = $3, locked_by = $4, \
-                 locked_at = now(), lease_seconds = $2, started_at = now(), finished_at = NULL, updated_at = now(), \
-                 revision = revision + 1, mirror_due = owner_uid IS NOT NULL \
+             UPDATE jobs j SET {START}, claim_token = $3, locked_by = $4, lease_seconds = $2 \
              FROM next WHERE j.id = next.id RETURNING {CLAIMED}, \
                  CASE WHEN $13 IS NULL OR pg_column_size(j.payload) <= $13 AND pg_column_compression(j.payload) IS NULL \
                      THEN j.payload::text END AS payload"

@@ -29,6 +29,7 @@ mod enqueue;
 mod enqueue_many;
 mod error;
 mod finish;
+mod finish_many;
 mod inspect;
 mod installs;
 mod lanes;
@@ -36,13 +37,14 @@ mod listen;
 mod notify;
 mod orphans;
 mod payload;
+mod purge;
 mod rescue;
 mod resources;
 mod row;
 mod schema;
 
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use sqlx::PgPool;
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
@@ -60,7 +62,8 @@ pub use lanes::{Lane, LaneHead, Mark, Payloads, SurveyFrom, Want};
 pub use listen::Listener;
 pub use notify::Channel;
 pub use payload::{PAYLOAD_MAX_BYTES, PAYLOAD_MAX_DEPTH, check_payload};
-pub use rescue::{Purged, Rescued};
+pub use purge::Purged;
+pub use rescue::Rescued;
 pub use resources::{Held, Release, ResourceRef, SpecEdit};
 pub use schema::{SchemaState, migrate};
 
@@ -109,6 +112,9 @@ pub struct Queue {
     pool: Connections,
     settings: Arc<Settings>,
     notifier: Arc<notify::Notifier>,
+    /// Until when batches of ends lock their rows first.
+    wary_until: Arc<Mutex<Option<Instant>>>,
+    purged_to: Arc<Mutex<purge::Places>>,
 }
 
 impl Queue {
@@ -133,7 +139,7 @@ impl Queue {
             .connect_lazy_with(database);
         let pool = Connections::new(pool, settings.transaction_pooler);
         let notifier = Arc::new(notify::Notifier::spawn(pool.clone(), settings.time_limit));
-        Self { pool, settings: Arc::new(settings), notifier }
+        Self { pool, settings: Arc::new(settings), notifier, wary_until: Arc::default(), purged_to: Arc::default() }
     }
 
     pub fn settings(&self) -> &Settings {

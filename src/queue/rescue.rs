@@ -1,15 +1,16 @@
-//! What clears up after workers and time: leases that have ended, rows that have been kept long enough.
+//! What clears up after workers: leases that have ended.
 
 use std::time::Duration;
 
 use uuid::Uuid;
 
+use super::connections::BY_ID;
 use super::error::Result;
 use super::row::count;
 use super::{Channel, Queue};
 use crate::job::{Cause, Facts, Next, Status, decide};
 
-/// How many rows one rescue or purge takes at most.
+/// How many rows one rescue takes at most.
 const BATCH: i64 = 500;
 const LEASE_LOST: &str = "the worker was gone when its lease ended";
 
@@ -28,13 +29,6 @@ impl Rescued {
     pub fn total(self) -> u64 {
         self.retried + self.failed + self.cancelled
     }
-}
-
-/// What a purge removed.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Purged {
-    pub jobs: u64,
-    pub keys: u64,
 }
 
 #[derive(sqlx::FromRow)]
@@ -64,10 +58,10 @@ impl Queue {
     }
 
     async fn rescue_batch(&self) -> Result<Rescued> {
-        let mut tx = self.pool.begin().await?;
+        let mut tx = self.pool.begin_with(BY_ID).await?;
         let stale: Vec<StaleRow> = sqlx::query_as(
             "SELECT id, attempts, max_attempts, cancel_requested FROM jobs \
-             WHERE install = $1 AND status = 'running' \
+             WHERE install = $1 AND starts_with(status, 'running') \
                AND (locked_at IS NULL OR locked_at < now() - make_interval(secs => lease_seconds)) \
              ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED",
         )
@@ -120,54 +114,5 @@ impl Queue {
         .await?;
         tx.commit().await?;
         Ok(rescued)
-    }
-
-    /// Removes terminal rows older than the retention whose resources show their end, and keys older than theirs, at
-    /// most 500 each a call. A succeeded row's key is written down before the row goes.
-    ///
-    /// # Errors
-    /// [`Error::Db`](super::Error::Db), [`Error::Timeout`](super::Error::Timeout); nothing is half done.
-    pub async fn purge(&self) -> Result<Purged> {
-        self.bounded(self.purge_batch()).await
-    }
-
-    async fn purge_batch(&self) -> Result<Purged> {
-        let mut tx = self.pool.begin().await?;
-        let ids: Vec<(Uuid,)> = sqlx::query_as(
-            "SELECT id FROM jobs WHERE install = $1 AND status IN ('succeeded', 'failed_permanent', 'cancelled') \
-               AND finished_at < now() - make_interval(secs => $2) AND NOT mirror_due \
-             ORDER BY finished_at LIMIT $3 FOR UPDATE SKIP LOCKED",
-        )
-        .bind(&self.settings.install)
-        .bind(self.settings.retention.as_secs_f64())
-        .bind(BATCH)
-        .fetch_all(&mut *tx)
-        .await?;
-        let ids: Vec<Uuid> = ids.into_iter().map(|(id,)| id).collect();
-        sqlx::query(
-            "INSERT INTO job_keys (install, namespace, idempotency_key, job_id, kind, payload_sha256, attempts, \
-                 finished_at) \
-             SELECT install, coalesce(namespace, ''), idempotency_key, id, kind, \
-                 sha256(convert_to(payload::text, 'UTF8')), attempts, finished_at \
-             FROM jobs WHERE id = ANY($1) AND status = 'succeeded' AND idempotency_key IS NOT NULL \
-             ON CONFLICT DO NOTHING",
-        )
-        .bind(&ids)
-        .execute(&mut *tx)
-        .await?;
-        sqlx::query("DELETE FROM job_resources WHERE job_id = ANY($1)").bind(&ids).execute(&mut *tx).await?;
-        let jobs = sqlx::query("DELETE FROM jobs WHERE id = ANY($1)").bind(&ids).execute(&mut *tx).await?;
-        let keys = sqlx::query(
-            "DELETE FROM job_keys WHERE (install, namespace, idempotency_key) IN ( \
-                 SELECT install, namespace, idempotency_key FROM job_keys \
-                 WHERE install = $1 AND finished_at < now() - make_interval(secs => $2) LIMIT $3)",
-        )
-        .bind(&self.settings.install)
-        .bind(self.settings.key_retention.map(|time| time.as_secs_f64()))
-        .bind(BATCH)
-        .execute(&mut *tx)
-        .await?;
-        tx.commit().await?;
-        Ok(Purged { jobs: jobs.rows_affected(), keys: keys.rows_affected() })
     }
 }
