@@ -2,8 +2,8 @@
 //! know counts as `other`, an outcome is one of a closed list.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use prometheus_client::encoding::EncodeLabelSet;
@@ -62,6 +62,36 @@ impl JobOutcome {
     }
 }
 
+/// What a worker counts of one kind.
+#[derive(Debug)]
+pub struct KindMetrics {
+    started: Counter,
+    start_latency: Histogram,
+    /// By outcome, each from its first time on.
+    ended: [OnceLock<(Counter, Histogram)>; 6],
+    metrics: Metrics,
+    kind: &'static str,
+}
+
+impl KindMetrics {
+    /// An attempt started, this long after it had become due.
+    pub fn started(&self, waited: Duration) {
+        self.started.inc();
+        self.start_latency.observe(waited.as_secs_f64());
+    }
+
+    /// An attempt ended, this long after its start.
+    pub fn ended(&self, outcome: JobOutcome, took: Duration) {
+        let (count, duration) = self.ended[outcome as usize].get_or_init(|| {
+            let labels = ByOutcome { kind: self.kind, outcome: outcome.as_str() };
+            let Metrics { completed, duration, .. } = &self.metrics;
+            (completed.get_or_create(&labels).clone(), duration.get_or_create(&labels).clone())
+        });
+        count.inc();
+        duration.observe(took.as_secs_f64());
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ByKind {
     kind: &'static str,
@@ -113,14 +143,14 @@ impl Metrics {
         // The registry adds `_total` to a counter's name and a full stop to the help.
         registry.register("worker_jobs_started", "Attempts started, by kind", started.clone());
         registry.register("worker_jobs_completed", "Attempts ended, by kind and outcome", completed.clone());
-        registry.register("worker_job_duration_seconds", "From claim to end of an attempt", duration.clone());
+        registry.register("worker_job_duration_seconds", "From start to end of an attempt", duration.clone());
         registry.register("jobrequest_queue_depth", "Jobs that have not ended, by kind and status", depth.clone());
         registry.register(
             "jobrequest_queue_oldest_ready_seconds",
             "For how long the oldest ready job has been due, by kind",
             oldest_ready.clone(),
         );
-        registry.register("jobrequest_start_latency_seconds", "From due to claimed", start_latency.clone());
+        registry.register("jobrequest_start_latency_seconds", "From due to started", start_latency.clone());
         registry.register(
             "jobrequest_status_lag_seconds",
             "From the change of a row to the write of the status that shows it",
@@ -157,17 +187,16 @@ impl Metrics {
         }
     }
 
-    /// An attempt was claimed, this long after it had become due.
-    pub fn job_started(&self, kind: &str, waited: Duration) {
-        self.started.get_or_create(&ByKind { kind: self.label(kind) }).inc();
-        self.start_latency.observe(waited.as_secs_f64());
-    }
-
-    /// An attempt ended, this long after its claim.
-    pub fn job_completed(&self, kind: &str, outcome: JobOutcome, took: Duration) {
-        let labels = ByOutcome { kind: self.label(kind), outcome: outcome.as_str() };
-        self.completed.get_or_create(&labels).inc();
-        self.duration.get_or_create(&labels).observe(took.as_secs_f64());
+    /// The counters of this kind's attempts, looked up once.
+    pub fn of_kind(&self, kind: &str) -> KindMetrics {
+        let kind = self.label(kind);
+        KindMetrics {
+            started: self.started.get_or_create(&ByKind { kind }).clone(),
+            start_latency: self.start_latency.clone(),
+            ended: Default::default(),
+            metrics: self.clone(),
+            kind,
+        }
     }
 
     /// The queue as it is now; kinds and states that are not named have no jobs.
@@ -236,8 +265,8 @@ mod tests {
     #[test]
     fn metrics_keep_their_names_and_labels_are_bounded() {
         let metrics = Metrics::new(["send_email"]);
-        metrics.job_started("send_email", Duration::from_millis(2));
-        metrics.job_completed("mallory's", JobOutcome::FailedPermanent, Duration::from_secs(3));
+        metrics.of_kind("send_email").started(Duration::from_millis(2));
+        metrics.of_kind("mallory's").ended(JobOutcome::FailedPermanent, Duration::from_secs(3));
         metrics.reconciled("applied", Duration::from_millis(1));
         metrics.status_written(Duration::from_millis(1));
         metrics.leads(true);

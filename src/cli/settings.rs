@@ -124,7 +124,7 @@ pub(super) struct WorkerArgs {
 #[derive(Args)]
 #[command(next_help_heading = "Worker")]
 struct PoolArgs {
-    /// How many jobs run at once
+    /// How many jobs run at once; each kind keeps a few of these slots from the others
     #[arg(long, env = "JOBREQUEST_CONCURRENCY", hide_env_values = true, value_name = "JOBS")]
     #[arg(default_value = "32", value_parser = values::slots)]
     concurrency: usize,
@@ -281,6 +281,7 @@ impl WorkerArgs {
                 shutdown_grace: shutdown_grace_seconds,
                 kinds,
                 name: process_name(),
+                ..worker::Settings::default()
             },
             registry,
         })

@@ -113,6 +113,11 @@ impl ClaimedJob {
         self.payload.as_deref()
     }
 
+    /// Moves the payload out, for the attempt.
+    pub(crate) fn take_payload(&mut self) -> Option<Box<RawValue>> {
+        self.payload.take()
+    }
+
     pub(super) fn set_payload(&mut self, text: String) -> Result<(), Error> {
         self.payload = Some(raw(self.lease.id, text)?);
         Ok(())

@@ -32,8 +32,8 @@ pub struct Lane {
 /// A place in a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mark {
-    pub(super) run_at: DateTime<Utc>,
-    pub(super) id: Uuid,
+    pub(crate) run_at: DateTime<Utc>,
+    pub(crate) id: Uuid,
 }
 
 /// The first job of a lane that has any.

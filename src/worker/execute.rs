@@ -1,108 +1,143 @@
-//! One attempt, from claim to row: prepare, supervise, judge, finish, record.
+//! One attempt, from claim to row: prepare, supervise, judge. The finisher writes how it ended.
 //!
-//! The executor runs in a task of its own, so that a panic or a stop ends that and nothing else. What an attempt may
-//! still do is decided by [`what_now`] alone; what its end means for the row by [`judge`] alone. Both are pure.
+//! The executor is polled by the runner itself. A panic ends the attempt and nothing else; one that never yields holds
+//! its runner and its slot, and the watch in `leases.rs` ends its job. What an attempt may still do is decided by
+//! [`what_now`] alone; what its end means for the row by [`judge`] alone. Both are pure.
 
 use std::any::Any;
-use std::panic::AssertUnwindSafe;
+use std::future::poll_fn;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures::FutureExt;
 use serde_json::value::RawValue;
-use tokio::sync::OwnedSemaphorePermit;
-use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-use super::Shared;
-use super::claim::Claim;
-use super::complete::{Ending, finish};
-use super::running::{Orders, Place};
-use crate::admin::JobOutcome;
+use super::complete::{End, Ending};
+use super::desk::Freed;
+use super::running::{Orders, Run, Started};
+use super::{BackOff, Shared, runners};
 use crate::job::Cause;
-use crate::kinds::{Attempt, Executed, Executor, FailureCause};
-use crate::queue::ClaimedJob;
+use crate::kinds::{Attempt, Executed, FailureCause};
+use crate::queue::{self, ClaimedJob};
 
 /// How long a cancelled job's executor has to end by itself.
 const CANCEL_GRACE: Duration = Duration::from_secs(5);
 /// How much longer an attempt past its point of no return may take than its time limit says.
 const COMMITTED_GRACE: Duration = Duration::from_secs(30);
-/// How long to wait for a stopped executor's task to be gone; one that never yields is left behind.
-const STOPPING: Duration = Duration::from_secs(1);
+/// What bounds an attempt, fixed at its start.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    pub timeout: Duration,
+    pub deadline: Instant,
+    /// An attempt is stopped this long before its lease ends.
+    pub margin: Duration,
+}
 
-/// Runs a claimed job to its end.
-pub(super) async fn run(shared: Arc<Shared>, claim: Claim, slot: OwnedSemaphorePermit) {
-    let Claim { job, lease_until } = claim;
-    let started = job.lease().since();
-    let (attempt, limits) = prepare(&shared, &job, started);
-    let mut place = shared.running.enter(job.lease(), lease_until, attempt.clone());
-    let slot = Arc::new(slot);
-    let ended = match shared.registry.get(job.kind()) {
-        Some(executor) => {
-            let task = tokio::spawn(execute(executor, attempt.clone(), slot.clone()));
-            supervise(task, &attempt, &limits, &mut place).await
+/// Runs a claimed job to its end. What it returns is the slot's.
+pub(super) async fn run(shared: &Arc<Shared>, run: &Arc<Run>) -> Freed {
+    let mut freed = Freed { kind: run.kind, took: None, alone: run.alone, away: false };
+    let Some(job) = run.take_job() else { return freed };
+    let end = match prepare(shared, run, job, &mut freed).await {
+        Ok(started) => {
+            let ended = supervise(shared, run, &started, &mut freed).await;
+            let took = started.at.elapsed();
+            freed.took = Some(took);
+            let ending = judge(ended, &run.orders(), started.attempt.is_committed(), started.limits.timeout);
+            // Unless the watch has ended it.
+            run.ended().map(|job| End::new(run.clone(), job, ending, Some(took)))
         }
-        // The claim names the registered kinds only.
-        None => Ended::Panicked("no executor is registered for this kind".to_owned()),
+        Err((job, ending)) => Some(End::new(run.clone(), job, ending, None)),
     };
-    let ending = judge(ended, &place.orders_now(), attempt.is_committed(), limits.timeout);
-    let error = match &ending {
-        Ending::Failed(failure) => failure.error.clone(),
-        Ending::Succeeded(_) | Ending::Cancelled | Ending::Left => None,
-    };
-    let (id, kind, number) = (job.id(), job.kind().to_owned(), job.attempt());
-    let outcome = finish(&shared, job, ending, || place.orders_now().lease_until).await;
-    let took = started.elapsed();
-    shared.metrics.job_completed(&kind, outcome, took);
-    let (outcome_name, seconds) = (outcome.as_str(), took.as_secs_f64());
-    match outcome {
-        JobOutcome::Succeeded => {
-            tracing::debug!(job = %id, kind, attempt = number, outcome = outcome_name, seconds, "attempt ended");
+    let Some(end) = end else { return freed };
+    if shared.settings.batch == 1 {
+        away(shared, &mut freed);
+        shared.finisher.write_alone(shared, end).await;
+    } else if shared.finisher.push(end) {
+        runners::let_others_run().await;
+    }
+    freed
+}
+
+/// The runner is about to wait: somebody else has to see to the next job.
+fn away(shared: &Arc<Shared>, freed: &mut Freed) {
+    if !std::mem::replace(&mut freed.away, true) && super::lock(&shared.desk).away() {
+        runners::call(shared);
+    }
+}
+
+/// Brings what the attempt needs and starts its clock; or says why it must not start.
+async fn prepare(
+    shared: &Arc<Shared>,
+    run: &Run,
+    mut job: ClaimedJob,
+    freed: &mut Freed,
+) -> Result<Arc<Started>, (ClaimedJob, Ending)> {
+    let mut back_off = BackOff::default();
+    loop {
+        let now = Instant::now();
+        let limits = Limits {
+            timeout: job.timeout(),
+            deadline: now + job.timeout(),
+            margin: (shared.lease / 5).min(Duration::from_secs(2)),
+        };
+        if let Some(ending) = must_not_start(now, &run.orders(), &limits) {
+            return Err((job, ending));
         }
-        JobOutcome::Retrying
-        | JobOutcome::FailedPermanent
-        | JobOutcome::Cancelled
-        | JobOutcome::HandedBack
-        | JobOutcome::Lost => {
-            let error = error.as_deref().map(|error| crate::text::cut(error, 256));
-            tracing::info!(job = %id, kind, attempt = number, outcome = outcome_name, seconds, error, "attempt ended");
+        if job.payload().is_some() {
+            match begin(shared, run, job, now, limits) {
+                Ok(started) => return Ok(started),
+                Err(told) => job = *told,
+            }
+            continue;
+        }
+        away(shared, freed);
+        match shared.queue.load_payload(&mut job).await {
+            Ok(()) => {}
+            Err(queue::Error::NotFound) => return Err((job, Ending::Left)),
+            Err(error) if error.is_passing() => sleep(back_off.next()).await,
+            Err(error) => return Err((job, Ending::failed(Cause::Permanent, format!("PayloadInvalid: {error}")))),
         }
     }
 }
 
-/// The executor's own task. It holds the slot too: an executor that can't be stopped keeps it.
-async fn execute(
-    executor: Arc<dyn Executor>,
-    attempt: Arc<Attempt>,
-    _slot: Arc<OwnedSemaphorePermit>,
-) -> Result<Executed, String> {
-    let work = AssertUnwindSafe(async { executor.execute(&attempt).await });
-    work.catch_unwind().await.map_err(|panic| panic_message(&*panic))
+fn must_not_start(now: Instant, orders: &Orders, limits: &Limits) -> Option<Ending> {
+    if orders.cancelled.is_some() && !orders.lost {
+        return Some(Ending::Cancelled);
+    }
+    if orders.hand_back.is_some() && !orders.lost {
+        return Some(Ending::hand_back(None));
+    }
+    match what_now(now, orders, limits, false) {
+        Step::Cut(_) => Some(Ending::Left),
+        Step::GoOnUntil(_) => None,
+    }
 }
 
-/// What bounds an attempt, fixed at its start.
-#[derive(Debug, Clone, Copy)]
-struct Limits {
-    timeout: Duration,
-    deadline: Instant,
-    /// An attempt is stopped this long before its lease ends.
-    margin: Duration,
-}
-
-fn prepare(shared: &Shared, job: &ClaimedJob, started: Instant) -> (Arc<Attempt>, Limits) {
-    let deadline = started + job.timeout();
-    let limits = Limits { timeout: job.timeout(), deadline, margin: (shared.lease / 5).min(Duration::from_secs(2)) };
+fn begin(
+    shared: &Shared,
+    run: &Run,
+    mut job: ClaimedJob,
+    at: Instant,
+    limits: Limits,
+) -> Result<Arc<Started>, Box<ClaimedJob>> {
     let mut attempt = Attempt::new(
         job.id(),
         job.namespace().map(str::to_owned),
         (job.attempt(), job.max_attempts()),
-        job.payload().unwrap_or(RawValue::NULL).to_owned(),
-        deadline,
+        job.take_payload().unwrap_or_else(|| RawValue::NULL.to_owned()),
+        limits.deadline,
         CancellationToken::new(),
     );
     attempt.progress = job.progress().cloned();
-    (Arc::new(attempt), limits)
+    let waited = job.waited() + at.saturating_duration_since(job.lease().since());
+    let started = run.start(job, Started { at, attempt, limits })?;
+    shared.kinds[run.kind].metrics.started(waited);
+    Ok(started)
 }
 
 /// How the executor ended, or was ended.
@@ -122,54 +157,54 @@ enum Cut {
     TimedOut,
 }
 
-/// Waits for the executor's end, tells it to stop when it should, and ends it when it must.
-async fn supervise(
-    mut executor: JoinHandle<Result<Executed, String>>,
-    attempt: &Attempt,
-    limits: &Limits,
-    place: &mut Place,
-) -> Ended {
-    loop {
-        let orders = *place.orders.borrow_and_update();
-        if orders.cancelled.is_some() || orders.hand_back.is_some() || orders.lost {
-            attempt.stop_token().cancel();
-        }
-        let until = match what_now(Instant::now(), &orders, limits, attempt.is_committed()) {
+/// Waits for the executor's end and ends it when it must. Timers and orders are looked at only once it waits itself.
+async fn supervise(shared: &Arc<Shared>, run: &Run, started: &Started, freed: &mut Freed) -> Ended {
+    let Started { at: _, attempt, limits } = started;
+    let executor = &shared.kinds[run.kind].executor;
+    let work = AssertUnwindSafe(async { executor.execute(attempt).await }).catch_unwind();
+    let mut work = std::pin::pin!(Some(work));
+    let first = poll_fn(|context| Poll::Ready(poll(work.as_mut(), context))).await;
+    if let Poll::Ready(ended) = first {
+        return ended;
+    }
+    away(shared, freed);
+    let why = loop {
+        let until = match what_now(Instant::now(), &run.orders(), limits, attempt.is_committed()) {
             Step::GoOnUntil(instant) => instant,
-            Step::Cut(why) => {
-                attempt.stop_token().cancel();
-                return stop(executor, why).await;
-            }
+            Step::Cut(why) => break why,
         };
         tokio::select! {
             biased;
-            ended = &mut executor => return read(ended),
-            // The sender lives as long as this place.
-            _ = place.orders.changed() => {}
+            ended = poll_fn(|context| poll(work.as_mut(), context)) => return ended,
+            () = run.told() => {}
             () = sleep_until(until) => {}
         }
+    };
+    attempt.stop_token().cancel();
+    // What it drops may panic too.
+    match catch_unwind(AssertUnwindSafe(|| work.set(None))) {
+        Ok(()) => Ended::Cut(why),
+        Err(panic) => Ended::Panicked(panic_message(&*panic)),
     }
 }
 
-/// Ends the executor's task. One that ended by itself at the last moment is believed.
-async fn stop(mut executor: JoinHandle<Result<Executed, String>>, why: Cut) -> Ended {
-    executor.abort();
-    match timeout(STOPPING, &mut executor).await {
-        Ok(Err(join_error)) if join_error.is_cancelled() => Ended::Cut(why),
-        Ok(ended) => read(ended),
-        Err(_) => {
-            tracing::warn!("an executor does not yield: it keeps its slot until it does");
-            Ended::Cut(why)
-        }
-    }
+fn poll<F>(work: Pin<&mut Option<F>>, context: &mut Context<'_>) -> Poll<Ended>
+where
+    F: Future<Output = Result<Executed, Box<dyn Any + Send>>>,
+{
+    let work = work.as_pin_mut().expect("nothing polls it once it is dropped");
+    work.poll(context).map(|ended| match ended {
+        Ok(executed) => Ended::Executed(executed),
+        Err(panic) => Ended::Panicked(panic_message(&*panic)),
+    })
 }
 
-fn read(ended: Result<Result<Executed, String>, tokio::task::JoinError>) -> Ended {
-    match ended {
-        Ok(Ok(executed)) => Ended::Executed(executed),
-        Ok(Err(panic)) => Ended::Panicked(panic),
-        // Nobody aborts it but `stop`; the runtime does when the process ends.
-        Err(_) => Ended::Cut(Cut::LeaseOver),
+/// How an attempt ends whose executor should have been stopped `since` and has not yielded; none if it should not have.
+pub(super) fn stuck(since: Instant, orders: &Orders, started: &Started) -> Option<Ending> {
+    let committed = started.attempt.is_committed();
+    match what_now(since, orders, &started.limits, committed) {
+        Step::Cut(why) => Some(judge(Ended::Cut(why), orders, committed, started.limits.timeout)),
+        Step::GoOnUntil(_) => None,
     }
 }
 

@@ -4,12 +4,18 @@
 //! | file | what it does |
 //! |---|---|
 //! | `builder.rs` | what a worker is made of |
-//! | `claim.rs` | takes the next due job whenever a slot is free |
+//! | `claim.rs` | asks the queue where jobs are and takes them |
+//! | `lanes.rs`, `surveys.rs` | where due jobs are, what to claim next, when to look again; pure |
+//! | `desk.rs`, `shares.rs` | who gets the next slot, how much is prefetched, what a kind may take; pure |
+//! | `runners.rs` | tasks that run one job after the other |
 //! | `execute.rs` | one attempt, as a pipeline of named steps |
-//! | `complete.rs` | writes an attempt's end, again and again while that makes sense |
-//! | `running.rs` | the attempts under way, and what each has been told |
-//! | `leases.rs` | renews their leases and learns of cancels |
+//! | `complete.rs` | writes how attempts ended, in batches, again and again while that makes sense |
+//! | `running.rs` | the jobs that this worker holds, and what each has been told |
+//! | `leases.rs` | renews their leases, learns of cancels, ends what no longer answers |
 //! | `rescue.rs` | ends other workers' dead leases, removes old rows, measures the queue |
+//!
+//! A job's way: the directory plans a claim, as far as the desk has room; claimed jobs wait at the desk; a runner takes
+//! the next one, runs it, and leaves its end to the finisher.
 //!
 //! An attempt under way is told things (its lease was renewed until then, its job was cancelled, the worker shuts down)
 //! and never asked: one pure function, `execute::what_now`, weighs the orders against each other and the clock. The
@@ -19,25 +25,31 @@
 mod builder;
 mod claim;
 mod complete;
+mod desk;
 mod execute;
+mod lanes;
 mod leases;
 mod rescue;
+mod runners;
 mod running;
+mod shares;
+mod surveys;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use sqlx::postgres::PgConnectOptions;
-use tokio::sync::Semaphore;
+use tokio::sync::Notify;
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use crate::admin::{Beat, Health, Metrics, Part};
-use crate::kinds::Registry;
+use crate::admin::{Beat, Health, KindMetrics, Metrics, Part};
+use crate::kinds::Executor;
 use crate::queue::{self, Channel, Listener, Queue};
 pub use builder::{BuildError, Builder, Settings, check_kinds};
-use running::{HandBack, Running};
+use desk::Desk;
+use running::{HandBack, Run, Running, lock};
 
 /// Runs jobs of the registered kinds from a queue.
 ///
@@ -85,23 +97,31 @@ use running::{HandBack, Running};
 /// ```
 pub struct Worker {
     queue: Queue,
-    registry: Registry,
-    kinds: Vec<&'static str>,
+    kinds: Vec<Kind>,
     settings: Settings,
     direct: Option<PgConnectOptions>,
     health: Health,
     metrics: Metrics,
 }
 
+/// A kind that this worker runs.
+struct Kind {
+    name: &'static str,
+    executor: Arc<dyn Executor>,
+    metrics: KindMetrics,
+}
+
 /// What a worker's parts share.
 struct Shared {
     queue: Queue,
-    registry: Registry,
-    kinds: Vec<&'static str>,
+    kinds: Vec<Kind>,
     settings: Settings,
     metrics: Metrics,
     postgres: Part,
-    running: Arc<Running>,
+    running: Running,
+    desk: Mutex<Desk<Arc<Run>>>,
+    /// There is room for more jobs.
+    hungry: Notify,
     listener: Option<Listener>,
     finisher: complete::Finisher,
     /// As the row has it.
@@ -121,47 +141,56 @@ impl Worker {
     /// the rest and hands their jobs back. Attempts past their point of no return have 10 s more. A database that is
     /// away is waited for; nothing ends this early.
     pub async fn run(self, shutdown: CancellationToken) {
-        let Self { queue, registry, kinds, settings, direct, health, metrics } = self;
+        let Self { queue, kinds, mut settings, direct, health, metrics } = self;
+        settings.batch = settings.batch.min(desk::BATCH);
         let channels = [Channel::Ready, Channel::Cancel];
+        let threads = tokio::runtime::Handle::current().metrics().num_workers();
         let shared = Arc::new(Shared {
             lease: Duration::from_secs(queue.settings().lease.as_secs().max(1)),
             postgres: health.part("postgres"),
-            running: Arc::default(),
-            finisher: complete::Finisher::spawn(queue.clone()),
+            running: Running::default(),
+            desk: Mutex::new(Desk::new(settings.concurrency, kinds.len(), threads, settings.batch > 1)),
+            hungry: Notify::new(),
+            finisher: complete::Finisher::default(),
             listener: direct.map(|database| Listener::spawn(database, &channels)),
             queue,
-            registry,
             kinds,
             settings,
             metrics,
         });
         let beats = Beats::new(&health, &shared);
-        let (attempts, helpers) = (TaskTracker::new(), CancellationToken::new());
+        let helpers = CancellationToken::new();
         let background = TaskTracker::new();
         background.spawn(leases::keep(shared.clone(), beats.heartbeat.clone(), helpers.clone()));
-        background.spawn(leases::watch_cancels(shared.clone(), helpers.clone()));
+        background.spawn(leases::watch(shared.clone(), helpers.clone()));
         background.spawn(rescue::rescue(shared.clone(), beats.rescue.clone(), helpers.clone()));
         background.spawn(rescue::purge(shared.clone(), helpers.clone()));
         background.spawn(rescue::measure(shared.clone(), helpers.clone()));
+        let (finishing, written) = (beats.finish.clone(), CancellationToken::new());
+        let (finisher, until) = (shared.clone(), written.clone());
+        background.spawn(async move { finisher.finisher.run(&finisher, &finishing, &until).await });
         background.close();
 
-        let slots = Arc::new(Semaphore::new(shared.settings.concurrency));
-        let (name, slots_total) = (&shared.settings.name, shared.settings.concurrency);
-        tracing::info!(worker = name, slots = slots_total, kinds = shared.kinds.join(","), "the worker starts");
+        let (name, slots) = (&shared.settings.name, shared.settings.concurrency);
+        let kinds = shared.kinds.iter().map(|kind| kind.name).collect::<Vec<_>>().join(",");
+        tracing::info!(worker = name, slots, kinds, "the worker starts");
         // The grace period counts from the shutdown, not from when a claim that was on its way has come back.
         let asked = async {
             shutdown.cancelled().await;
             Instant::now()
         };
-        let claiming = claim::claim_until(&shutdown, &shared, &slots, &attempts, &beats.claim);
-        let (asked, ()) = tokio::join!(asked, claiming);
+        let (asked, ()) = tokio::join!(asked, claim::claim_until(&shutdown, &shared, &beats.claim));
         beats.claim.end();
-        drain(&shared, &attempts, asked).await;
+        let drained = drain(&shared, asked).await;
 
         beats.heartbeat.end();
         beats.rescue.end();
+        beats.finish.end();
         helpers.cancel();
-        background.wait().await;
+        written.cancel();
+        if drained {
+            background.wait().await;
+        }
     }
 }
 
@@ -169,6 +198,7 @@ struct Beats {
     claim: Beat,
     heartbeat: Beat,
     rescue: Beat,
+    finish: Beat,
 }
 
 impl Beats {
@@ -179,32 +209,35 @@ impl Beats {
             claim: health.beat("claim", slow + shared.settings.poll),
             heartbeat: health.beat("heartbeat", slow + shared.lease),
             rescue: health.beat("rescue", slow + shared.lease),
+            finish: health.beat("finish", slow),
         }
     }
 }
 
-/// Lets the attempts under way end. Their leases are renewed meanwhile.
-async fn drain(shared: &Shared, attempts: &TaskTracker, asked: Instant) {
-    attempts.close();
+/// Lets the attempts under way end, and their ends be written. Their leases are renewed meanwhile. False if the worker
+/// ends before that.
+async fn drain(shared: &Shared, asked: Instant) -> bool {
     let grace = shared.settings.shutdown_grace;
     let margin = (grace / MARGIN_SHARE).clamp(MARGIN.0, MARGIN.1);
-    let waiting = attempts.len();
+    let waiting = shared.running.len();
     if waiting > 0 {
-        tracing::info!(attempts = waiting, seconds = grace.as_secs(), "draining");
+        tracing::info!(jobs = waiting, seconds = grace.as_secs(), "draining");
     }
     let end = asked + grace;
-    if timeout_at(end.checked_sub(margin).unwrap_or(asked), attempts.wait()).await.is_err() {
+    let all_ended = || shared.running.emptied();
+    if timeout_at(end.checked_sub(margin).unwrap_or(asked), all_ended()).await.is_err() {
         let now = Instant::now();
         let give_up_at = end.max(now) + COMMITTED_EXTRA;
         shared.running.hand_back(HandBack { cut_at: now + margin / 2, give_up_at });
-        let all_ended = timeout(margin, attempts.wait()).await.is_ok()
-            || (shared.running.any_committed() && timeout_at(give_up_at + LAST_WRITE, attempts.wait()).await.is_ok());
-        if !all_ended {
-            tracing::warn!(attempts = attempts.len(), "ended with attempts under way: the rescue takes their jobs");
-            return;
+        let ended = timeout(margin, all_ended()).await.is_ok()
+            || (shared.running.any_committed() && timeout_at(give_up_at + LAST_WRITE, all_ended()).await.is_ok());
+        if !ended {
+            tracing::warn!(jobs = shared.running.len(), "ended with jobs under way: the rescue takes them");
+            return false;
         }
     }
     tracing::info!("drained");
+    true
 }
 
 impl Shared {

@@ -11,14 +11,14 @@ use super::Shared;
 use crate::admin::Beat;
 
 const PURGE_EVERY: Duration = Duration::from_secs(60);
-/// How many batches one purge takes at most, and the pause between them.
-const PURGE_BATCHES: usize = 20;
-const PURGE_PAUSE: Duration = Duration::from_millis(50);
+/// While there is something to remove, a purge pauses as long as its last batch took, within these bounds.
+const PURGE_PAUSE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
 const MEASURE_EVERY: Duration = Duration::from_secs(15);
 /// Measuring takes at most this share of the time.
 const MEASURE_SHARE: u32 = 20;
-/// A rescue that found this many may have left some.
+/// A rescue that found this many may have left some, and the pause before the next.
 const RESCUE_MANY: u64 = 100;
+const RESCUE_PAUSE: Duration = Duration::from_millis(50);
 
 /// Every third of a lease, at once after the start, again at once while there is much to do.
 pub(super) async fn rescue(shared: Arc<Shared>, beat: Beat, end: CancellationToken) {
@@ -38,30 +38,30 @@ pub(super) async fn rescue(shared: Arc<Shared>, beat: Beat, end: CancellationTok
                 0
             }
         };
-        let pause = if found >= RESCUE_MANY { PURGE_PAUSE } else { spread(shared.lease / 3) };
+        let pause = if found >= RESCUE_MANY { RESCUE_PAUSE } else { spread(shared.lease / 3) };
         if end.run_until_cancelled(sleep(pause)).await.is_none() {
             return;
         }
     }
 }
 
-/// Every minute, in batches.
+/// Every minute, in batches for as long as they remove something: at most half of the time of one connection.
 pub(super) async fn purge(shared: Arc<Shared>, end: CancellationToken) {
-    while end.run_until_cancelled(sleep(spread(PURGE_EVERY))).await.is_some() {
-        for _ in 0..PURGE_BATCHES {
-            match end.run_until_cancelled(shared.queue.purge()).await {
-                None => return,
-                Some(Ok(purged)) if purged.jobs + purged.keys > 0 => {
-                    tracing::debug!(jobs = purged.jobs, keys = purged.keys, "removed what retention allows");
-                }
-                Some(Ok(_)) => break,
-                Some(Err(error)) => {
-                    tracing::debug!(error = %error, "the purge will try again");
-                    break;
-                }
+    let mut pause = spread(PURGE_EVERY);
+    while end.run_until_cancelled(sleep(pause)).await.is_some() {
+        let started = Instant::now();
+        pause = match end.run_until_cancelled(shared.queue.purge()).await {
+            None => return,
+            Some(Ok(purged)) if purged.jobs + purged.keys > 0 => {
+                tracing::debug!(jobs = purged.jobs, keys = purged.keys, "removed what retention allows");
+                started.elapsed().clamp(PURGE_PAUSE.0, PURGE_PAUSE.1)
             }
-            sleep(PURGE_PAUSE).await;
-        }
+            Some(Ok(_)) => spread(PURGE_EVERY),
+            Some(Err(error)) => {
+                tracing::debug!(error = %error, "the purge will try again");
+                spread(PURGE_EVERY)
+            }
+        };
     }
 }
 
