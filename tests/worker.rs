@@ -431,6 +431,22 @@ async fn a_claim_whose_reply_was_lost_is_taken_up_and_costs_no_attempt() {
 }
 
 #[tokio::test]
+async fn a_claim_whose_reply_was_lost_just_before_a_shutdown_is_given_back_at_no_cost() {
+    let db = Database::new().await;
+    let proxy = Proxy::before(&db.options()).await;
+    let queue = Queue::new(proxy.options(db.options()), Settings::default());
+    let stage = Stage::new(Act::Ignore);
+    let id = enqueue(&db.queue(), NewJob { max_attempts: 1, ..job() }).await;
+    proxy.lose_the_reply_to(b"WITH ORDINALITY");
+    let worker = Running::start(&queue, stage.registry(), |b| b);
+    until_status(&db, id, "running").await;
+    worker.ask();
+    worker.end().await;
+    assert!(proxy.has_seen_it());
+    assert_eq!((db.status(id).await.as_str(), attempts(&db, id).await), ("queued", 0));
+}
+
+#[tokio::test]
 async fn a_job_that_ends_while_the_database_is_away_is_written_when_it_is_back() {
     let db = Database::new().await;
     let proxy = Proxy::before(&db.options()).await;
