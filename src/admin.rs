@@ -9,5 +9,5 @@ mod metrics;
 mod server;
 
 pub use health::{Beat, Health, Part};
-pub use metrics::{JobOutcome, KindMetrics, Metrics};
+pub use metrics::{EventOutcome, JobOutcome, KindMetrics, Metrics};
 pub use server::serve;

@@ -434,19 +434,17 @@ fn the_crd_is_the_generated_one_and_stays_on_uninstall() {
 // --- rights ------------------------------------------------------------------------------------------------------------------
 
 /// What the controller does: group, resource, verb, the only object's name if it's about one, and where.
-const CONTROLLER_USES: [(&str, &str, &str, &str, Where); 15] = [
+const CONTROLLER_USES: [(&str, &str, &str, &str, Where); 13] = [
     ("jobrequest.dev", "jobrequests", "list", "", Where::Watched),
     ("jobrequest.dev", "jobrequests", "watch", "", Where::Watched),
     ("jobrequest.dev", "jobrequests", "get", "", Where::Watched),
     ("jobrequest.dev", "jobrequests", "delete", "", Where::Watched),
     ("jobrequest.dev", "jobrequests/status", "patch", "", Where::Watched),
     ("events.k8s.io", "events", "create", "", Where::Watched),
-    ("events.k8s.io", "events", "patch", "", Where::Watched),
     ("jobrequest.dev", "jobrequests", "patch", "", Where::Everywhere),
     ("", "namespaces", "get", "kube-system", Where::Everywhere),
     ("apiextensions.k8s.io", "customresourcedefinitions", "get", "jobrequests.jobrequest.dev", Where::Everywhere),
     ("events.k8s.io", "events", "create", "", Where::Home),
-    ("events.k8s.io", "events", "patch", "", Where::Home),
     ("coordination.k8s.io", "leases", "create", "", Where::Home),
     ("coordination.k8s.io", "leases", "get", "jobrequest-NAME", Where::Home),
     ("coordination.k8s.io", "leases", "patch", "jobrequest-NAME", Where::Home),

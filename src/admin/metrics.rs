@@ -28,11 +28,12 @@ pub struct Metrics {
     oldest_ready: Family<ByKind, Gauge<f64, AtomicU64>>,
     start_latency: Histogram,
     status_lag: Histogram,
-    reconciles: Family<ReconcileOutcome, Counter>,
+    reconciles: Family<Outcome, Counter>,
     reconcile_duration: Histogram,
     leader: Gauge,
     orphans_ended: Counter,
     orphans_held_back: Gauge,
+    events: Family<Outcome, Counter>,
 }
 
 /// How an attempt ended, as `worker_jobs_completed_total` and `worker_job_duration_seconds` name it.
@@ -92,6 +93,26 @@ impl KindMetrics {
     }
 }
 
+/// What became of a Kubernetes Event, as `jobrequest_events_total` names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum EventOutcome {
+    Written,
+    /// The API server did not take it.
+    Failed,
+    /// Too many were waiting.
+    Dropped,
+}
+
+impl EventOutcome {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Written => "written",
+            Self::Failed => "failed",
+            Self::Dropped => "dropped",
+        }
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ByKind {
     kind: &'static str,
@@ -110,7 +131,7 @@ struct ByStatus {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ReconcileOutcome {
+struct Outcome {
     outcome: &'static str,
 }
 
@@ -140,6 +161,7 @@ impl Metrics {
         let reconciles = Family::default();
         let leader = Gauge::default();
         let (orphans_ended, orphans_held_back) = (Counter::default(), Gauge::default());
+        let events = Family::default();
         // The registry adds `_total` to a counter's name and a full stop to the help.
         registry.register("worker_jobs_started", "Attempts started, by kind", started.clone());
         registry.register("worker_jobs_completed", "Attempts ended, by kind and outcome", completed.clone());
@@ -169,6 +191,7 @@ impl Metrics {
             "Orphans that are not ended yet, since they are most of the live rows",
             orphans_held_back.clone(),
         );
+        registry.register("jobrequest_events", "Kubernetes Events, by what became of them", events.clone());
         Self {
             registry: Arc::new(registry),
             kinds: kinds.into_iter().collect(),
@@ -184,6 +207,7 @@ impl Metrics {
             leader,
             orphans_ended,
             orphans_held_back,
+            events,
         }
     }
 
@@ -226,7 +250,7 @@ impl Metrics {
 
     /// A reconcile ended. `outcome` is a word from a closed list.
     pub fn reconciled(&self, outcome: &'static str, took: Duration) {
-        self.reconciles.get_or_create(&ReconcileOutcome { outcome }).inc();
+        self.reconciles.get_or_create(&Outcome { outcome }).inc();
         self.reconcile_duration.observe(took.as_secs_f64());
     }
 
@@ -243,6 +267,11 @@ impl Metrics {
     /// So many of them wait for the sweep's brake.
     pub fn orphans_held_back(&self, count: usize) {
         self.orphans_held_back.set(i64::try_from(count).unwrap_or(i64::MAX));
+    }
+
+    /// A Kubernetes Event was written, or was not.
+    pub fn event(&self, outcome: EventOutcome) {
+        self.events.get_or_create(&Outcome { outcome: outcome.as_str() }).inc();
     }
 
     /// Everything as OpenMetrics text.
@@ -272,6 +301,7 @@ mod tests {
         metrics.leads(true);
         metrics.orphan_ended();
         metrics.orphans_held_back(60);
+        metrics.event(EventOutcome::Dropped);
         let text = metrics.text();
         for line in [
             "worker_jobs_started_total{kind=\"send_email\"} 1",
@@ -284,6 +314,7 @@ mod tests {
             "jobrequest_controller_leader 1",
             "jobrequest_orphans_ended_total 1",
             "jobrequest_orphans_held_back 60",
+            "jobrequest_events_total{outcome=\"dropped\"} 1",
         ] {
             assert!(text.lines().any(|have| have == line), "{line} is not in\n{text}");
         }

@@ -10,6 +10,7 @@
 mod back_off;
 mod brake;
 mod cluster;
+mod events;
 mod fence;
 mod gate;
 mod leader;
@@ -152,6 +153,7 @@ struct Context {
     young: young::Young,
     back_off: back_off::BackOff,
     metrics: Metrics,
+    events: events::Events,
     default_ttl: Option<Duration>,
 }
 
@@ -212,14 +214,14 @@ impl Leading {
     /// Until the shutdown, whose drain is bounded. Dropped, it ends at once: that is safe anywhere.
     async fn run(&self, shutdown: &CancellationToken, beat: &Beat) -> Result<()> {
         let Self { settings, client, queue, direct, health, metrics } = self;
-        let Settings { name: _, watch_namespaces, default_ttl, lease, concurrency, orphan_wait, adopt_install } =
-            settings;
+        let Settings { name, watch_namespaces, default_ttl, lease, concurrency, orphan_wait, adopt_install } = settings;
         let kubernetes = health.part("kubernetes");
         let cluster = cluster::Cluster::identify(client, adopt_install.clone(), &kubernetes, beat);
         let Some(cluster) = shutdown.run_until_cancelled(cluster).await else { return Ok(()) };
         let (watches, streams) = watch::start(client, watch_namespaces, &kubernetes);
         let watches = Arc::new(watches);
         let trigger = mirror::Trigger { watches: watches.clone() };
+        let (events, news) = events::channel(client.clone(), name, metrics.clone());
         let context = Arc::new(Context {
             client: client.clone(),
             queue: queue.clone(),
@@ -230,6 +232,7 @@ impl Leading {
             young: young::Young::default(),
             back_off: back_off::BackOff::default(),
             metrics: metrics.clone(),
+            events,
             default_ttl: *default_ttl,
         });
 
@@ -247,6 +250,9 @@ impl Leading {
         let sweep = Beating(health.beat("orphans", 2 * SILENCE));
         let lease = leader::reference(client, &queue.settings().install);
         loops.spawn(orphans::run(context.clone(), trigger, *orphan_wait, lease, sweep.0.clone()));
+        let telling = Beating(health.beat("events", SILENCE));
+        let writing = news.run(telling.0.clone());
+        loops.spawn(async move { match writing.await {} });
 
         let share = u16::try_from(usize::from(*concurrency).div_ceil(streams.len())).unwrap_or(1);
         let controllers = streams.into_iter().map(|stream| {

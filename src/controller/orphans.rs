@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use futures::{StreamExt, TryStreamExt, stream};
 use k8s_openapi::api::core::v1::ObjectReference;
-use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use kube::{Api, ResourceExt};
 use uuid::Uuid;
 
 use super::brake::{Brake, Verdict};
+use super::events::News;
 use super::{Context, Error, Result, mirror::Trigger, patch, watch::Watch};
 use crate::admin::Beat;
 use crate::api::JobRequest;
@@ -33,8 +33,7 @@ struct Sweep {
     /// Missing at the last look.
     missing: HashSet<Uuid>,
     brake: Brake,
-    /// Events are about the install's Lease: the one object that is its own.
-    events: Recorder,
+    /// The install's Lease, the one object that is its own: Events are about it.
     lease: ObjectReference,
     beat: Beat,
 }
@@ -47,10 +46,8 @@ pub(super) async fn run(
     lease: ObjectReference,
     beat: Beat,
 ) -> Error {
-    let reporter = Reporter { controller: patch::FIELD_MANAGER.to_owned(), instance: None };
-    let events = Recorder::new(context.client.clone(), reporter);
     let (missing, brake) = (HashSet::new(), Brake::new(wait));
-    let mut sweep = Sweep { context, trigger, missing, brake, events, lease, beat };
+    let mut sweep = Sweep { context, trigger, missing, brake, lease, beat };
     loop {
         sweep.beat.beat();
         tokio::time::sleep(PERIOD).await;
@@ -115,7 +112,7 @@ impl Sweep {
                     left.as_secs()
                 );
                 tracing::warn!(orphans = count, live, wait_seconds = left.as_secs(), "too many orphans: held back");
-                self.tell("OrphansHeldBack", note).await;
+                context.events.tell(self.lease.clone(), News::warning("OrphansHeldBack", "Sweep", note));
             }
             return Ok(());
         }
@@ -159,21 +156,6 @@ impl Sweep {
                 Some(last) => after = last,
                 None => return Ok(()),
             }
-        }
-    }
-
-    /// An Event at best: the log says it too.
-    async fn tell(&self, reason: &str, note: String) {
-        let event = Event {
-            type_: EventType::Warning,
-            reason: reason.to_owned(),
-            note: Some(note),
-            action: "Sweep".to_owned(),
-            secondary: None,
-        };
-        let published = patch::bounded(self.events.publish(&event, &self.lease)).await;
-        if let Err(error) = published {
-            tracing::warn!(error = %error, reason, "no Event could be written");
         }
     }
 }

@@ -9,6 +9,7 @@ use kube::ResourceExt;
 use kube::runtime::controller::Action;
 use uuid::Uuid;
 
+use super::events::{self, News};
 use super::patch::{self, Written};
 use super::spec::{retry_mark, to_edit, to_job};
 use super::status::{Standing, render};
@@ -229,6 +230,8 @@ async fn ended(object: &JobRequest, context: &Context, job: &Job, owner: bool, m
             RetryOutcome::KeyTaken => {
                 tracing::warn!(job = %job.id, namespace = object.namespace(), name = object.name_any(),
                     "not retried: another job has taken the key");
+                let note = "not run again: another job has taken its idempotency key";
+                context.events.about(object, News::warning("RetryRefused", "Retry", note));
                 return Ok(Step::Reread);
             }
         }
@@ -239,7 +242,7 @@ async fn ended(object: &JobRequest, context: &Context, job: &Job, owner: bool, m
         Shown::Gone => return Ok(Step::Rest),
     };
     acknowledge(context, uid, job, mirrored).await?;
-    let_go(&shown, context).await
+    let_go(object, shown, context).await
 }
 
 /// Whether the resource is still as it was read: what it asks of the row must not be out of date.
@@ -260,7 +263,7 @@ async fn acknowledge(context: &Context, uid: Uuid, job: &Job, mirrored: i64) -> 
 /// A resource that has come to its end without a live row: shown, and let go.
 async fn settle(object: &JobRequest, context: &Context, standing: &Standing<'_>) -> Result<Step> {
     match show(object, context, standing).await? {
-        Shown::As(now) => let_go(&now, context).await,
+        Shown::As(now) => let_go(object, now, context).await,
         Shown::Stale => Ok(Step::Reread),
         Shown::Gone => Ok(Step::Rest),
     }
@@ -276,24 +279,26 @@ async fn rest_without_row(object: &JobRequest, context: &Context) -> Result<Step
             condition.observed_generation = object.metadata.generation;
         }
         return match patch::set_status(&context.client, object, &status).await? {
-            Written::Done(now) => let_go(&now, context).await,
+            Written::Done(now) => let_go(object, now, context).await,
             Written::Stale => Ok(Step::Reread),
             Written::Gone => Ok(Step::Rest),
         };
     }
-    let_go(object, context).await
+    let_go(object, Box::new(object.clone()), context).await
 }
 
-/// Finished resources hold nothing up: the finalizer goes, and by TTL the resource.
-async fn let_go(object: &JobRequest, context: &Context) -> Result<Step> {
-    if has_finalizer(object) {
-        match patch::remove_finalizer(&context.client, object).await? {
-            Written::Done(now) => return ttl::expire(&now, context).await.map(after),
+/// Finished resources hold nothing up: the finalizer goes, and by TTL the resource. `read` is the resource before what
+/// was written of it, and `now` after.
+async fn let_go(read: &JobRequest, mut now: Box<JobRequest>, context: &Context) -> Result<Step> {
+    if has_finalizer(&now) {
+        match patch::remove_finalizer(&context.client, &now).await? {
+            Written::Done(without) => now = without,
             Written::Stale => return Ok(Step::Reread),
             Written::Gone => return Ok(Step::Rest),
         }
     }
-    ttl::expire(object, context).await.map(after)
+    let is_news = now.resource_version() != read.resource_version();
+    ttl::expire(&now, is_news, context).await.map(after)
 }
 
 fn after(wait: Option<Duration>) -> Step {
@@ -342,7 +347,10 @@ async fn show(object: &JobRequest, context: &Context, standing: &Standing<'_>) -
     }
     context.young.forget(patch::uid(object)?);
     Ok(match patch::set_status(&context.client, object, &status).await? {
-        Written::Done(now) => Shown::As(now),
+        Written::Done(now) => {
+            events::of_change(old, &status, deleting).into_iter().for_each(|news| context.events.about(object, news));
+            Shown::As(now)
+        }
         Written::Stale => Shown::Stale,
         Written::Gone => Shown::Gone,
     })

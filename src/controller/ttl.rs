@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use kube::ResourceExt;
 
-use super::patch;
-use super::{Context, Result};
+use super::events::News;
+use super::{Context, Result, patch};
 use crate::api::JobRequest;
 
 /// Labels and annotations by which Argo CD, Flux and Helm mark what they keep in place.
@@ -15,16 +15,16 @@ const LABELS: [&str; 3] =
 const ANNOTATIONS: [&str; 2] = ["argocd.argoproj.io/tracking-id", "meta.helm.sh/release-name"];
 
 /// Deletes the resource if its time is over by the database's clock; how long to wait if it is not yet.
-pub(super) async fn expire(object: &JobRequest, context: &Context) -> Result<Option<Duration>> {
+/// `is_news` is whether its end was just shown.
+pub(super) async fn expire(object: &JobRequest, is_news: bool, context: &Context) -> Result<Option<Duration>> {
     let Some(ttl) = of(object, context.default_ttl) else { return Ok(None) };
     let status = object.status.as_ref();
     let Some(finished) = status.and_then(|status| status.finished_at.as_ref()) else { return Ok(None) };
     if is_kept_by_gitops(object) {
-        tracing::debug!(
-            namespace = object.namespace(),
-            name = object.name_any(),
-            "kept in spite of its TTL: GitOps would bring it back"
-        );
+        if is_news {
+            let note = "stays in spite of its TTL: Argo CD, Flux or Helm would bring it back, and so run its job again";
+            context.events.about(object, News::normal("TTLHeldBack", "Expire", note));
+        }
         return Ok(None);
     }
     let now = context.queue.now().await?;

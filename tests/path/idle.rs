@@ -42,6 +42,8 @@ async fn fifty_finished_and_fifty_waiting_resources_cause_no_api_write_for_a_min
     let due = "SELECT count(*) FROM jobs WHERE mirror_due OR status = 'running'";
     until_true("no status is due", PATIENCE, async || site.database.value::<i64>(due).await == 0).await;
 
+    until_true("the bad ends are said", PATIENCE, async || site.events().await.len() == 3).await;
+
     let versions = async || -> BTreeMap<String, Option<String>> {
         site.all().await.into_iter().map(|object| (object.name_any(), object.resource_version())).collect()
     };

@@ -24,6 +24,7 @@ mod wait;
 
 mod crashes;
 mod deletion;
+mod events;
 mod idle;
 mod installs;
 mod keys;

@@ -2,9 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-use k8s_openapi::api::events::v1::Event;
-use kube::Api;
-use kube::api::ListParams;
 use serde_json::json;
 
 use super::program::Program;
@@ -13,7 +10,7 @@ use super::wait::{PATIENCE, until, until_true};
 
 const WAIT: Duration = Duration::from_secs(12);
 
-async fn metric(controller: &Program, name: &str) -> Option<String> {
+pub(super) async fn metric(controller: &Program, name: &str) -> Option<String> {
     let text = controller.get("/metrics").await.1;
     text.lines().find_map(|line| Some(line.strip_prefix(name)?.trim().to_owned()))
 }
@@ -46,10 +43,8 @@ async fn most_of_many_live_jobs_are_not_cancelled_before_a_wait_that_is_said_alo
     .await;
     let held = Instant::now();
     assert_eq!((site.count("queued").await, site.count("cancelled").await), (101, 0));
-    let events: Api<Event> = Api::namespaced(site.jobs.clone().into_client(), &site.namespace);
     let event = until("an Event says so", PATIENCE, async || {
-        let all = events.list(&ListParams::default()).await.map_err(|error| error.to_string())?;
-        let found = all.items.into_iter().find(|event| event.reason.as_deref() == Some("OrphansHeldBack"));
+        let found = site.events().await.into_iter().find(|event| event.reason.as_deref() == Some("OrphansHeldBack"));
         found.ok_or_else(|| "none".to_owned())
     })
     .await;
