@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::events::v1::Event;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, MicroTime};
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{ObjectMeta, PostParams};
 use kube::{Api, Client, Resource, ResourceExt};
@@ -16,6 +16,7 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use super::patch;
+use super::reason::Reason;
 use crate::admin::{Beat, EventOutcome, Metrics};
 use crate::api::{JobRequest, JobRequestStatus, Phase};
 use crate::text::cut;
@@ -37,19 +38,18 @@ const BEAT: Duration = Duration::from_secs(15);
 pub(super) struct News {
     /// `Normal` or `Warning`.
     type_: &'static str,
-    /// A stable CamelCase word; docs/conditions.md has them all.
-    reason: String,
+    reason: Reason,
     /// What the controller was doing, in a word.
     action: &'static str,
     note: String,
 }
 
 impl News {
-    pub(super) fn normal(reason: &str, action: &'static str, note: impl Into<String>) -> Self {
-        Self { type_: "Normal", reason: reason.to_owned(), action, note: note.into() }
+    pub(super) fn normal(reason: Reason, action: &'static str, note: impl Into<String>) -> Self {
+        Self { type_: "Normal", reason, action, note: note.into() }
     }
 
-    pub(super) fn warning(reason: &str, action: &'static str, note: impl Into<String>) -> Self {
+    pub(super) fn warning(reason: Reason, action: &'static str, note: impl Into<String>) -> Self {
         Self { type_: "Warning", ..Self::normal(reason, action, note) }
     }
 }
@@ -65,28 +65,29 @@ pub(super) fn of_change(old: &JobRequestStatus, new: &JobRequestStatus, deleting
     let mut news = Vec::new();
     if again {
         let note = "runs again because a person asked for it; attempts count from zero";
-        news.push(News::normal("Retried", "Retry", note));
+        news.push(News::normal(Reason::Retried, "Retry", note));
     }
-    let condition = |status: &JobRequestStatus, type_| {
-        let found = status.conditions.iter().find(|condition| condition.type_ == type_);
-        found.map(|condition| (condition.reason.clone(), condition.message.clone()))
-    };
     if ended_badly(new.phase)
         && (again || old.phase != new.phase)
-        && let Some((reason, note)) = condition(new, "Failed")
+        && let Some(failed) = condition(new, "Failed")
+        && let Some(reason) = Reason::of(failed)
     {
         news.push(match new.phase {
-            Some(Phase::Cancelled) => News::normal(&reason, "Cancel", note),
-            Some(Phase::Rejected) => News::warning(&reason, "Accept", note),
-            _ => News::warning(&reason, "Run", note),
+            Some(Phase::Cancelled) => News::normal(reason, "Cancel", &failed.message),
+            Some(Phase::Rejected) => News::warning(reason, "Accept", &failed.message),
+            _ => News::warning(reason, "Run", &failed.message),
         });
     }
-    let cancelling = |status| condition(status, "Ready").is_some_and(|(reason, _)| reason == "Cancelling");
+    let cancelling = |status| condition(status, "Ready").and_then(Reason::of) == Some(Reason::Cancelling);
     if deleting && cancelling(new) && !cancelling(old) {
         let note = "the worker has been told to stop; the resource goes when the job has ended";
-        news.push(News::normal("Cancelling", "Cancel", note));
+        news.push(News::normal(Reason::Cancelling, "Cancel", note));
     }
     news
+}
+
+fn condition<'a>(status: &'a JobRequestStatus, type_: &str) -> Option<&'a Condition> {
+    status.conditions.iter().find(|condition| condition.type_ == type_)
 }
 
 /// Where news are handed in; clones are the same.
@@ -140,7 +141,7 @@ impl Writer {
                 }
                 Err(_) => continue,
             };
-            let (namespace, name, reason) = (regarding.namespace.clone(), regarding.name.clone(), news.reason.clone());
+            let (namespace, name, reason) = (regarding.namespace.clone(), regarding.name.clone(), news.reason.as_str());
             match self.write(regarding, news).await {
                 Ok(()) => {
                     self.metrics.event(EventOutcome::Written);
@@ -182,7 +183,7 @@ fn event(regarding: ObjectReference, news: News, instance: &str, now: Timestamp)
         metadata: ObjectMeta { name: Some(name), namespace: regarding.namespace.clone(), ..Default::default() },
         regarding: Some(regarding),
         type_: Some(type_.to_owned()),
-        reason: Some(reason),
+        reason: Some(reason.as_str().to_owned()),
         action: Some(action.to_owned()),
         note: Some(cut(&note, NOTE_MAX_BYTES).to_owned()),
         event_time: Some(MicroTime(now)),

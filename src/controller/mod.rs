@@ -17,6 +17,7 @@ mod leader;
 mod mirror;
 mod orphans;
 mod patch;
+mod reason;
 mod reconcile;
 mod spec;
 mod status;

@@ -15,6 +15,7 @@ use uuid::Uuid;
 
 use super::brake::{Brake, Verdict};
 use super::events::News;
+use super::reason::Reason;
 use super::{Context, Error, Result, mirror::Trigger, patch, watch::Watch};
 use crate::admin::Beat;
 use crate::api::JobRequest;
@@ -112,7 +113,7 @@ impl Sweep {
                     left.as_secs()
                 );
                 tracing::warn!(orphans = count, live, wait_seconds = left.as_secs(), "too many orphans: held back");
-                context.events.tell(self.lease.clone(), News::warning("OrphansHeldBack", "Sweep", note));
+                context.events.tell(self.lease.clone(), News::warning(Reason::OrphansHeldBack, "Sweep", note));
             }
             return Ok(());
         }

@@ -11,6 +11,7 @@ use uuid::Uuid;
 
 use super::events::{self, News};
 use super::patch::{self, Written};
+use super::reason::Reason;
 use super::spec::{retry_mark, to_edit, to_job};
 use super::status::{Standing, render};
 use super::young::YOUNG;
@@ -158,10 +159,10 @@ async fn accept(object: &JobRequest, context: &Context) -> Result<Step> {
         Err(queue::Error::IdempotencyConflict { holder }) => {
             let message =
                 format!("spec.idempotencyKey belongs to job {holder}, whose kind or payload differs: use another key");
-            settle(&object, context, &Standing::Rejected { reason: "IdempotencyConflict", message }).await
+            settle(&object, context, &Standing::Rejected { reason: Reason::IdempotencyConflict, message }).await
         }
         Err(error @ queue::Error::PayloadInvalid { .. }) => {
-            let standing = Standing::Rejected { reason: "PayloadInvalid", message: format!("spec.{error}") };
+            let standing = Standing::Rejected { reason: Reason::PayloadInvalid, message: format!("spec.{error}") };
             settle(&object, context, &standing).await
         }
         // Deleted since it was read, and let go by another controller.
@@ -231,7 +232,7 @@ async fn ended(object: &JobRequest, context: &Context, job: &Job, owner: bool, m
                 tracing::warn!(job = %job.id, namespace = object.namespace(), name = object.name_any(),
                     "not retried: another job has taken the key");
                 let note = "not run again: another job has taken its idempotency key";
-                context.events.about(object, News::warning("RetryRefused", "Retry", note));
+                context.events.about(object, News::warning(Reason::RetryRefused, "Retry", note));
                 return Ok(Step::Reread);
             }
         }

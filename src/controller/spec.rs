@@ -4,15 +4,16 @@ use chrono::{DateTime, Utc};
 use kube::ResourceExt;
 
 use super::patch;
+use super::reason::Reason;
 use super::validate::validate;
 use crate::api::{JobRequest, RETRY_ANNOTATION};
 use crate::queue::{NewJob, SpecEdit};
 
 /// The job that a resource asks for, or why there can be none.
-pub(super) fn to_job(object: &JobRequest) -> Result<NewJob, (&'static str, String)> {
+pub(super) fn to_job(object: &JobRequest) -> Result<NewJob, (Reason, String)> {
     let spec = &object.spec;
     validate(spec).map_err(|rejection| (rejection.reason, rejection.message))?;
-    let invalid = |field: &str, problem: &str| ("SpecInvalid", format!("spec.{field} {problem}"));
+    let invalid = |field: &str, problem: &str| (Reason::SpecInvalid, format!("spec.{field} {problem}"));
     let payload = match &spec.payload {
         Some(json) => json.to_value().map_err(|_| invalid("payload", "can't be read as JSON"))?,
         None => return Err(invalid("payload", "is missing")),

@@ -8,6 +8,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 
+use super::reason::Reason;
 use crate::api::{AttemptRecord, HISTORY_LIMIT, JobRequestStatus, Json, Phase};
 use crate::job::{Job, JobState, Outcome, PastAttempt};
 use crate::text::cut;
@@ -23,7 +24,7 @@ const RESULT_MAX_BYTES: usize = 4096;
 #[derive(Debug, Clone, PartialEq)]
 pub enum Standing<'a> {
     /// Never a row: the manifest holds what no schema can see, or the key is another job's.
-    Rejected { reason: &'static str, message: String },
+    Rejected { reason: Reason, message: String },
     /// It has a row; `shared` when the row was made for another resource with the same key.
     Row { job: &'a Job, shared: bool },
     /// It shares a succeeded job whose row is gone, of which only the key is left.
@@ -36,9 +37,9 @@ pub enum Standing<'a> {
 
 /// The standing's place in the conditions.
 struct Verdict {
-    accepted: Option<(&'static str, &'static str, String)>,
+    accepted: Option<(&'static str, Reason, String)>,
     ready: &'static str,
-    reason: &'static str,
+    reason: Reason,
     message: String,
 }
 
@@ -150,16 +151,16 @@ fn verdict(standing: &Standing<'_>, deleting: bool) -> Verdict {
     let text = str::to_owned;
     match standing {
         Standing::Rejected { reason, message } => Verdict {
-            accepted: Some(("False", reason, message.clone())),
+            accepted: Some(("False", *reason, message.clone())),
             ready: "False",
-            reason,
+            reason: *reason,
             message: message.clone(),
         },
         Standing::Row { job, shared } => {
             let accepted = if *shared {
-                ("True", "Existing", text("a job with the same key, kind and payload stands for this one too"))
+                ("True", Reason::Existing, text("a job with the same key, kind and payload stands for this one too"))
             } else {
-                ("True", "Enqueued", text("the job is in the queue"))
+                ("True", Reason::Enqueued, text("the job is in the queue"))
             };
             let (ready, reason, message) = of_state(job, deleting);
             Verdict { accepted: Some(accepted), ready, reason, message }
@@ -167,23 +168,23 @@ fn verdict(standing: &Standing<'_>, deleting: bool) -> Verdict {
         Standing::KeptKey { .. } => Verdict {
             accepted: Some((
                 "True",
-                "Existing",
+                Reason::Existing,
                 text("a job with the same key, kind and payload has succeeded before"),
             )),
             ready: "True",
-            reason: "Succeeded",
+            reason: Reason::Succeeded,
             message: text("the job has succeeded; its row has been removed by retention"),
         },
         Standing::RowLost => Verdict {
             accepted: None,
             ready: "False",
-            reason: "RowLost",
+            reason: Reason::RowLost,
             message: text("the job ran and its row is gone from the database: it may have been done or not"),
         },
         Standing::DatabaseUnavailable => Verdict {
             accepted: None,
             ready: "False",
-            reason: "DatabaseUnavailable",
+            reason: Reason::DatabaseUnavailable,
             message: text(if deleting {
                 "the database does not answer: the job is cancelled, and the resource goes, when it is back"
             } else {
@@ -193,24 +194,24 @@ fn verdict(standing: &Standing<'_>, deleting: bool) -> Verdict {
     }
 }
 
-fn of_state(job: &Job, deleting: bool) -> (&'static str, &'static str, String) {
+fn of_state(job: &Job, deleting: bool) -> (&'static str, Reason, String) {
     let last_error = || match job.last_error.as_deref() {
         Some(error) => cut(error, TEXT_MAX_BYTES).to_owned(),
         None => "no error was recorded".to_owned(),
     };
     match &job.state {
-        JobState::Queued { .. } if job.suspended => ("False", "Suspended", "held by spec.suspend".to_owned()),
-        JobState::Queued { .. } => ("False", "Queued", "waits for a worker".to_owned()),
+        JobState::Queued { .. } if job.suspended => ("False", Reason::Suspended, "held by spec.suspend".to_owned()),
+        JobState::Queued { .. } => ("False", Reason::Queued, "waits for a worker".to_owned()),
         JobState::Running { cancel_requested: true, .. } => {
-            ("False", "Cancelling", "the worker has been told to stop".to_owned())
+            ("False", Reason::Cancelling, "the worker has been told to stop".to_owned())
         }
-        JobState::Running { .. } if deleting => ("False", "Cancelling", "is about to be cancelled".to_owned()),
-        JobState::Running { .. } => ("False", "Running", "a worker runs it".to_owned()),
-        JobState::Retrying { .. } if job.suspended => ("False", "Suspended", "held by spec.suspend".to_owned()),
-        JobState::Retrying { .. } => ("False", "Retrying", last_error()),
-        JobState::Succeeded { .. } => ("True", "Succeeded", "the job has succeeded".to_owned()),
-        JobState::FailedPermanent { .. } => ("False", "FailedPermanent", last_error()),
-        JobState::Cancelled { .. } => ("False", "Cancelled", "the job was cancelled".to_owned()),
+        JobState::Running { .. } if deleting => ("False", Reason::Cancelling, "is about to be cancelled".to_owned()),
+        JobState::Running { .. } => ("False", Reason::Running, "a worker runs it".to_owned()),
+        JobState::Retrying { .. } if job.suspended => ("False", Reason::Suspended, "held by spec.suspend".to_owned()),
+        JobState::Retrying { .. } => ("False", Reason::Retrying, last_error()),
+        JobState::Succeeded { .. } => ("True", Reason::Succeeded, "the job has succeeded".to_owned()),
+        JobState::FailedPermanent { .. } => ("False", Reason::FailedPermanent, last_error()),
+        JobState::Cancelled { .. } => ("False", Reason::Cancelled, "the job was cancelled".to_owned()),
     }
 }
 
@@ -224,6 +225,7 @@ fn conditions(
     now: Timestamp,
 ) -> Vec<Condition> {
     let Verdict { accepted, ready, reason, message } = verdict;
+    let reason = reason.as_str();
     let make = |type_: &str, status: &str, reason: &str, message: &str| {
         let unchanged = old.conditions.iter().find(|c| c.type_ == type_ && c.status == status);
         Condition {
@@ -237,7 +239,7 @@ fn conditions(
     };
     let mut all = Vec::new();
     match accepted {
-        Some((status, reason, message)) => all.push(make("Accepted", status, reason, message)),
+        Some((status, reason, message)) => all.push(make("Accepted", status, reason.as_str(), message)),
         None => match old.conditions.iter().find(|c| c.type_ == "Accepted" && c.status != "Unknown") {
             Some(known) => all.push(make("Accepted", &known.status, &known.reason, &known.message)),
             None => all.push(make("Accepted", "Unknown", reason, message)),
@@ -245,6 +247,11 @@ fn conditions(
     }
     all.push(make("Ready", ready, reason, message));
     match phase {
+        // How it ended is not the database's to say now.
+        _ if verdict.reason == Reason::DatabaseUnavailable => {
+            let ends = old.conditions.iter().filter(|c| ["Complete", "Failed", "Stalled"].contains(&c.type_.as_str()));
+            all.extend(ends.map(|c| make(&c.type_, &c.status, &c.reason, &c.message)));
+        }
         Some(Phase::Succeeded) => all.push(make("Complete", "True", reason, message)),
         Some(Phase::FailedPermanent | Phase::Cancelled | Phase::Rejected) => {
             all.push(make("Failed", "True", reason, message));

@@ -6,6 +6,7 @@ use std::time::Duration;
 use kube::ResourceExt;
 
 use super::events::News;
+use super::reason::Reason;
 use super::{Context, Result, patch};
 use crate::api::JobRequest;
 
@@ -23,7 +24,7 @@ pub(super) async fn expire(object: &JobRequest, is_news: bool, context: &Context
     if is_kept_by_gitops(object) {
         if is_news {
             let note = "stays in spite of its TTL: Argo CD, Flux or Helm would bring it back, and so run its job again";
-            context.events.about(object, News::normal("TTLHeldBack", "Expire", note));
+            context.events.about(object, News::normal(Reason::TTLHeldBack, "Expire", note));
         }
         return Ok(None);
     }

@@ -2,14 +2,14 @@
 //!
 //! What is refused here stays refused: kind, payload and key never change, so the answer doesn't either.
 
+use super::reason::Reason;
 use crate::api::{JobRequestSpec, Json};
 use crate::{kinds, queue};
 
 /// Why a resource can't become a row: for its conditions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rejection {
-    /// A stable CamelCase word.
-    pub reason: &'static str,
+    pub reason: Reason,
     /// Names the field and the remedy, never the value.
     pub message: String,
 }
@@ -21,9 +21,9 @@ pub struct Rejection {
 pub fn validate(spec: &JobRequestSpec) -> Result<(), Rejection> {
     if spec.idempotency_key.as_ref().is_some_and(|key| key.contains('\0')) {
         let message = "spec.idempotencyKey holds a NUL character: remove it".to_owned();
-        return Err(Rejection { reason: "SpecInvalid", message });
+        return Err(Rejection { reason: Reason::SpecInvalid, message });
     }
-    let invalid = |problem: String| Rejection { reason: "PayloadInvalid", message: format!("spec.{problem}") };
+    let invalid = |problem: String| Rejection { reason: Reason::PayloadInvalid, message: format!("spec.{problem}") };
     let payload = spec.payload.as_ref().ok_or_else(|| invalid("payload is missing".to_owned()))?;
     check_payload(&spec.kind, payload).map_err(invalid)
 }
@@ -119,7 +119,7 @@ mod tests {
             let Rejection { reason, message } = validate(&spec).unwrap_err();
             assert!(message.contains(expected), "{message}");
             assert!(!message.contains("secret"), "{message}");
-            assert_eq!(reason, "PayloadInvalid");
+            assert_eq!(reason, Reason::PayloadInvalid);
         }
     }
 
@@ -141,7 +141,7 @@ mod tests {
     fn a_key_that_no_row_can_hold_is_refused() {
         let good = spec("summarize_text", json!({"text": "Hello."}));
         let rejection = validate(&JobRequestSpec { idempotency_key: Some("secret\0".into()), ..good }).unwrap_err();
-        assert_eq!(rejection.reason, "SpecInvalid");
+        assert_eq!(rejection.reason, Reason::SpecInvalid);
         assert_eq!(rejection.message, "spec.idempotencyKey holds a NUL character: remove it");
     }
 
@@ -157,7 +157,7 @@ mod tests {
             ("summarize_text", json!({"text": "\u{2003}"}), "spec.payload.text: must not be blank"),
         ] {
             let Rejection { reason, message } = validate(&spec(kind, payload)).unwrap_err();
-            assert_eq!(reason, "PayloadInvalid");
+            assert_eq!(reason, Reason::PayloadInvalid);
             assert!(message.starts_with(expected), "{message}");
         }
     }

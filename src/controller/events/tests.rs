@@ -1,4 +1,4 @@
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde_json::json;
 
 use super::*;
@@ -24,7 +24,7 @@ fn status(phase: Phase, reason: &str) -> JobRequestStatus {
 }
 
 fn said(old: &JobRequestStatus, new: &JobRequestStatus, deleting: bool) -> Vec<String> {
-    of_change(old, new, deleting).into_iter().map(|news| format!("{} {}", news.type_, news.reason)).collect()
+    of_change(old, new, deleting).into_iter().map(|news| format!("{} {}", news.type_, news.reason.as_str())).collect()
 }
 
 fn every_status() -> Vec<JobRequestStatus> {
@@ -107,7 +107,7 @@ fn an_event_is_within_the_api_servers_bounds() {
         namespace: Some("shop".to_owned()),
         ..Default::default()
     };
-    let news = News::warning("FailedPermanent", "Run", "é".repeat(1024));
+    let news = News::warning(Reason::FailedPermanent, "Run", "é".repeat(1024));
     let now = Timestamp::MAX;
     let event = event(regarding(&longest), news.clone(), "worker", now);
     let name = event.metadata.name.expect("a name");

@@ -1,3 +1,5 @@
+use std::collections::{BTreeMap, BTreeSet};
+
 use chrono::TimeZone;
 use serde_json::json;
 use uuid::Uuid;
@@ -129,7 +131,8 @@ fn a_condition_keeps_its_time_while_its_status_stays() {
 
 #[test]
 fn a_rejected_resource_says_why_and_stops_everybody_who_waits() {
-    let standing = Standing::Rejected { reason: "PayloadInvalid", message: "spec.payload.text holds a NUL".into() };
+    let standing =
+        Standing::Rejected { reason: Reason::PayloadInvalid, message: "spec.payload.text holds a NUL".into() };
     let status = render(&JobRequestStatus::default(), Some(1), false, &standing, now());
     assert_eq!(status.phase, Some(Phase::Rejected));
     for (type_, is) in [("Accepted", "False"), ("Ready", "False"), ("Stalled", "True"), ("Failed", "True")] {
@@ -188,4 +191,94 @@ fn what_a_person_sees_of_a_retrying_job() {
         error: job.last_error.clone(),
     }];
     insta::assert_yaml_snapshot!(shown_for(&job));
+}
+
+/// What kstatus makes of a status, by its published rules for kinds that it does not know.
+fn kstatus(status: &JobRequestStatus, generation: i64) -> &'static str {
+    let is = |type_, value| condition(status, type_).is_some_and(|c| c.status == value);
+    if status.observed_generation != Some(generation) || is("Reconciling", "True") {
+        "InProgress"
+    } else if is("Stalled", "True") {
+        "Failed"
+    } else if is("Ready", "False") || is("Ready", "Unknown") {
+        "InProgress"
+    } else {
+        "Current"
+    }
+}
+
+/// Every status that there can be, but for its texts: each standing, of each state, suspended or being deleted or not.
+fn every_status() -> Vec<JobRequestStatus> {
+    let fresh = JobRequestStatus::default();
+    let running = JobState::Running { worker: "w".into(), since: at(1), cancel_requested: true };
+    let mut all = Vec::new();
+    let mut show = |old: &JobRequestStatus, deleting, standing: &Standing<'_>| {
+        all.push(render(old, Some(4), deleting, standing, now()));
+    };
+    for state in every_state().into_iter().chain([running]) {
+        for (suspended, shared, deleting) in [(false, false, false), (true, true, false), (false, false, true)] {
+            let job = Job { suspended, ..job(state.clone()) };
+            show(&fresh, deleting, &Standing::Row { job: &job, shared });
+            show(&shown_for(&job), deleting, &Standing::DatabaseUnavailable);
+            if job.state.status() == crate::job::Status::Running {
+                show(&shown_for(&job), deleting, &Standing::RowLost);
+            }
+        }
+    }
+    for reason in [Reason::PayloadInvalid, Reason::SpecInvalid, Reason::IdempotencyConflict] {
+        show(&fresh, false, &Standing::Rejected { reason, message: String::new() });
+    }
+    show(&fresh, false, &Standing::KeptKey { job_id: Uuid::nil(), attempts: 1, finished_at: at(2) });
+    show(&fresh, false, &Standing::DatabaseUnavailable);
+    all
+}
+
+/// The cells of the table below a heading of docs/conditions.md, without marks.
+fn table(heading: &str) -> Vec<Vec<String>> {
+    let page = include_str!("../../../docs/conditions.md");
+    let below = page.split_once(&format!("\n## {heading}\n")).expect(heading).1;
+    let below = below.split("\n## ").next().unwrap_or_default();
+    let rows = below.lines().filter(|line| line.starts_with('|')).skip(2);
+    rows.map(|line| line.trim_matches('|').split('|').map(|cell| cell.trim().replace('`', "")).collect()).collect()
+}
+
+#[test]
+fn the_page_about_conditions_has_every_row_that_can_be_shown_and_no_other() {
+    let mut ready = BTreeMap::<_, BTreeSet<_>>::new();
+    let mut others = BTreeSet::new();
+    for status in every_status() {
+        for Condition { type_, status: value, reason, .. } in &status.conditions {
+            if type_ == "Ready" {
+                let phase = status.phase.map_or("none".to_owned(), |phase| format!("{phase:?}"));
+                let judged = (value.clone(), kstatus(&status, 4).to_owned());
+                ready.entry((reason.clone(), judged)).or_default().insert(phase);
+            } else {
+                others.insert([type_.clone(), value.clone(), reason.clone()]);
+            }
+        }
+    }
+    // Of a resource that is being deleted, which is Terminating to kstatus: any phase.
+    ready.retain(|(reason, (_, judged)), _| reason != "DatabaseUnavailable" || judged == "InProgress");
+    let shown: Vec<_> =
+        table("The others").into_iter().map(|row| [row[0].clone(), row[1].clone(), row[2].clone()]).collect();
+    assert_eq!(shown.len(), others.len(), "{others:#?}");
+    assert_eq!(shown.into_iter().collect::<BTreeSet<_>>(), others);
+
+    let rows = table("Ready");
+    assert_eq!(rows.len(), ready.len(), "{ready:#?}");
+    for row in rows {
+        let [reason, value, phases, judged, _] = <[String; 5]>::try_from(row).expect("five cells");
+        let seen = ready.get(&(reason.clone(), (value, judged))).unwrap_or_else(|| panic!("{reason}: {ready:#?}"));
+        if reason != "DatabaseUnavailable" {
+            assert_eq!(phases.split(", ").map(str::to_owned).collect::<BTreeSet<_>>(), *seen, "{reason}");
+        }
+    }
+}
+
+#[test]
+fn each_reason_in_the_code_is_on_the_page_and_each_on_the_page_in_the_code() {
+    let cells = |heading, column: usize| table(heading).into_iter().map(move |row| row[column].clone());
+    let page: BTreeSet<_> = cells("Ready", 0).chain(cells("The others", 2)).chain(cells("Events", 1)).collect();
+    let code: BTreeSet<_> = Reason::ALL.iter().map(|reason| reason.as_str().to_owned()).collect();
+    assert_eq!(page, code);
 }
