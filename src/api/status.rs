@@ -53,7 +53,8 @@ pub struct JobRequestStatus {
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "tolerant")]
     pub started_at: Option<Time>,
 
-    /// When the job ended. `spec.ttlSecondsAfterFinished` counts from here.
+    /// When the job ended. `spec.ttlSecondsAfterFinished` counts from here; without it (rejected, or the row was lost)
+    /// from the `lastTransitionTime` of the condition `Failed`.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "tolerant")]
     pub finished_at: Option<Time>,
 

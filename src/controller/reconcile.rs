@@ -13,7 +13,7 @@ use super::events::{self, News};
 use super::patch::{self, Written};
 use super::reason::Reason;
 use super::spec::{retry_mark, to_edit, to_job};
-use super::status::{Standing, render};
+use super::status::{Standing, render, time};
 use super::young::YOUNG;
 use super::{Context, Error, Result, ttl};
 use crate::api::{FINALIZER, JobRequest, JobRequestStatus, Phase};
@@ -342,7 +342,12 @@ async fn show(object: &JobRequest, context: &Context, standing: &Standing<'_>) -
     let none = JobRequestStatus::default();
     let old = object.status.as_ref().unwrap_or(&none);
     let deleting = object.metadata.deletion_timestamp.is_some();
-    let status = render(old, object.metadata.generation, deleting, standing, Timestamp::now());
+    let now = match standing {
+        // No row says when these ended, and a TTL may count from it: by the database's clock.
+        Standing::Rejected { .. } | Standing::RowLost => time(context.queue.now().await?).0,
+        Standing::Row { .. } | Standing::KeptKey { .. } | Standing::DatabaseUnavailable => Timestamp::now(),
+    };
+    let status = render(old, object.metadata.generation, deleting, standing, now);
     if status == *old {
         return Ok(Shown::As(Box::new(object.clone())));
     }

@@ -264,7 +264,7 @@ fn conditions(
 
 /// chrono's instant as the API's, in whole seconds as that keeps them: what is shown must equal what is read back, or
 /// it would be written again and again. Outside of jiff's years it is the nearest one inside.
-fn time(at: DateTime<Utc>) -> Time {
+pub(super) fn time(at: DateTime<Utc>) -> Time {
     let nearest = if at.timestamp() < 0 { Timestamp::MIN } else { Timestamp::MAX };
     Time(Timestamp::from_second(at.timestamp()).unwrap_or(nearest))
 }

@@ -3,12 +3,13 @@
 
 use std::time::Duration;
 
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
 
 use super::events::News;
 use super::reason::Reason;
 use super::{Context, Result, patch};
-use crate::api::JobRequest;
+use crate::api::{JobRequest, JobRequestStatus};
 
 /// Labels and annotations by which Argo CD, Flux and Helm mark what they keep in place.
 const LABELS: [&str; 3] =
@@ -19,8 +20,7 @@ const ANNOTATIONS: [&str; 2] = ["argocd.argoproj.io/tracking-id", "meta.helm.sh/
 /// `is_news` is whether its end was just shown.
 pub(super) async fn expire(object: &JobRequest, is_news: bool, context: &Context) -> Result<Option<Duration>> {
     let Some(ttl) = of(object, context.default_ttl) else { return Ok(None) };
-    let status = object.status.as_ref();
-    let Some(finished) = status.and_then(|status| status.finished_at.as_ref()) else { return Ok(None) };
+    let Some(finished) = object.status.as_ref().and_then(ended_at) else { return Ok(None) };
     if is_kept_by_gitops(object) {
         if is_news {
             let note = "stays in spite of its TTL: Argo CD, Flux or Helm would bring it back, and so run its job again";
@@ -37,6 +37,12 @@ pub(super) async fn expire(object: &JobRequest, is_news: bool, context: &Context
     }
     patch::delete(&context.client, object).await?;
     Ok(None)
+}
+
+/// When it ended. Where no row says so (it was rejected, or its row is lost), since when it shows that.
+fn ended_at(status: &JobRequestStatus) -> Option<&Time> {
+    let failed = || status.conditions.iter().find(|condition| condition.type_ == "Failed");
+    status.finished_at.as_ref().or_else(|| failed().map(|condition| &condition.last_transition_time))
 }
 
 /// How long the resource stays after its end; none for ever.

@@ -36,3 +36,4 @@ mod readme;
 mod refusals;
 mod resources;
 mod rows;
+mod ttl;
