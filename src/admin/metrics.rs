@@ -29,7 +29,9 @@ pub struct Metrics {
     start_latency: Histogram,
     status_lag: Histogram,
     reconciles: Family<Outcome, Counter>,
-    reconcile_duration: Histogram,
+    reconcile_duration: Family<Outcome, Histogram>,
+    api_requests: Family<ApiRequest, Counter>,
+    conflicts: Counter,
     leader: Gauge,
     orphans_ended: Counter,
     orphans_held_back: Gauge,
@@ -135,6 +137,13 @@ struct Outcome {
     outcome: &'static str,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ApiRequest {
+    verb: &'static str,
+    /// One of the statuses that API servers answer with.
+    code: String,
+}
+
 /// The label of every kind that is not known here.
 const OTHER: &str = "other";
 /// The states of jobs that have not ended, for the depth.
@@ -157,8 +166,10 @@ impl Metrics {
         let duration = Family::new_with_constructor(seconds as fn() -> Histogram);
         let depth = Family::default();
         let oldest_ready = Family::default();
-        let (start_latency, status_lag, reconcile_duration) = (seconds(), seconds(), seconds());
+        let (start_latency, status_lag) = (seconds(), seconds());
         let reconciles = Family::default();
+        let reconcile_duration = Family::new_with_constructor(seconds as fn() -> Histogram);
+        let (api_requests, conflicts) = (Family::default(), Counter::default());
         let leader = Gauge::default();
         let (orphans_ended, orphans_held_back) = (Counter::default(), Gauge::default());
         let events = Family::default();
@@ -179,7 +190,21 @@ impl Metrics {
             status_lag.clone(),
         );
         registry.register("jobrequest_reconciles", "Reconciles, by outcome", reconciles.clone());
-        registry.register("jobrequest_reconcile_duration_seconds", "Time of one reconcile", reconcile_duration.clone());
+        registry.register(
+            "jobrequest_reconcile_duration_seconds",
+            "Time of one reconcile, by outcome",
+            reconcile_duration.clone(),
+        );
+        registry.register(
+            "jobrequest_api_requests",
+            "Calls to the API server, by verb and HTTP status; code=none had no answer",
+            api_requests.clone(),
+        );
+        registry.register(
+            "jobrequest_conflicts",
+            "Writes to a resource that had changed since it was read, and were decided anew",
+            conflicts.clone(),
+        );
         registry.register("jobrequest_controller_leader", "1 while this controller leads its install", leader.clone());
         registry.register(
             "jobrequest_orphans_ended",
@@ -204,6 +229,8 @@ impl Metrics {
             status_lag,
             reconciles,
             reconcile_duration,
+            api_requests,
+            conflicts,
             leader,
             orphans_ended,
             orphans_held_back,
@@ -251,7 +278,18 @@ impl Metrics {
     /// A reconcile ended. `outcome` is a word from a closed list.
     pub fn reconciled(&self, outcome: &'static str, took: Duration) {
         self.reconciles.get_or_create(&Outcome { outcome }).inc();
-        self.reconcile_duration.observe(took.as_secs_f64());
+        self.reconcile_duration.get_or_create(&Outcome { outcome }).observe(took.as_secs_f64());
+    }
+
+    /// The API server was called; `verb` is a word from a closed list, `status` that of its answer, if there was one.
+    pub fn api_request(&self, verb: &'static str, status: Option<u16>) {
+        let code = status.map_or_else(|| "none".to_owned(), |status| status.to_string());
+        self.api_requests.get_or_create(&ApiRequest { verb, code }).inc();
+    }
+
+    /// A write found the resource changed.
+    pub fn conflict(&self) {
+        self.conflicts.inc();
     }
 
     /// Whether this controller leads.
@@ -298,6 +336,7 @@ mod tests {
         metrics.of_kind("mallory's").ended(JobOutcome::FailedPermanent, Duration::from_secs(3));
         metrics.reconciled("applied", Duration::from_millis(1));
         metrics.status_written(Duration::from_millis(1));
+        metrics.conflict();
         metrics.leads(true);
         metrics.orphan_ended();
         metrics.orphans_held_back(60);
@@ -310,7 +349,8 @@ mod tests {
             "jobrequest_start_latency_seconds_count 1",
             "jobrequest_status_lag_seconds_count 1",
             "jobrequest_reconciles_total{outcome=\"applied\"} 1",
-            "jobrequest_reconcile_duration_seconds_count 1",
+            "jobrequest_reconcile_duration_seconds_count{outcome=\"applied\"} 1",
+            "jobrequest_conflicts_total 1",
             "jobrequest_controller_leader 1",
             "jobrequest_orphans_ended_total 1",
             "jobrequest_orphans_held_back 60",

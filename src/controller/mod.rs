@@ -10,6 +10,7 @@
 mod back_off;
 mod brake;
 mod cluster;
+mod count;
 mod events;
 mod fence;
 mod gate;
@@ -175,10 +176,13 @@ pub async fn run(
     let (kubernetes, postgres, leader) = (health.part("kubernetes"), health.part("postgres"), health.part("leader"));
     let mut config = kube::Config::infer().await?;
     let fence = Fence::default();
-    let client = ClientBuilder::try_from(config.clone())?.with_layer(&FilterLayer::new(fence.clone())).build();
+    let count = count::Count(metrics.clone());
+    let client = ClientBuilder::try_from(config.clone())?.with_layer(&count);
+    let client = client.with_layer(&FilterLayer::new(fence.clone())).build();
     // The election repeats its calls itself, in its own time.
     config.default_retry = false;
-    let election = Election::new(Client::try_from(config)?, &queue.settings().install, &settings.name, fence);
+    let election = ClientBuilder::try_from(config)?.with_layer(&count).build();
+    let election = Election::new(election, &queue.settings().install, &settings.name, fence);
     let beat = health.beat("leader", SILENCE);
     let leading = Leading { settings, client, queue: queue.clone(), direct, health, metrics: metrics.clone() };
     loop {

@@ -8,7 +8,7 @@ use kube::{Api, Client, Resource, ResourceExt};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
-use super::{Error, Result};
+use super::{Context, Error, Result};
 use crate::api::{FINALIZER, JobRequest, JobRequestStatus};
 use crate::queue::ResourceRef;
 
@@ -58,28 +58,28 @@ pub(super) async fn fresh(client: &Client, object: &JobRequest) -> Result<Option
     Ok(now.filter(|now| now.meta().uid == object.meta().uid))
 }
 
-pub(super) async fn set_status(client: &Client, object: &JobRequest, status: &JobRequestStatus) -> Result<Written> {
+pub(super) async fn set_status(context: &Context, object: &JobRequest, status: &JobRequestStatus) -> Result<Written> {
     let patch = guarded(object, vec![json!({"op": "add", "path": "/status", "value": status})])?;
-    let answer = bounded(api(client, object).patch_status(&object.name_any(), &params(), &patch)).await;
-    written(client, object, answer).await
+    let answer = bounded(api(&context.client, object).patch_status(&object.name_any(), &params(), &patch)).await;
+    written(context, object, answer).await
 }
 
-pub(super) async fn add_finalizer(client: &Client, object: &JobRequest) -> Result<Written> {
+pub(super) async fn add_finalizer(context: &Context, object: &JobRequest) -> Result<Written> {
     let mut finalizers = object.finalizers().to_vec();
     finalizers.push(FINALIZER.to_owned());
-    set_finalizers(client, object, finalizers).await
+    set_finalizers(context, object, finalizers).await
 }
 
-pub(super) async fn remove_finalizer(client: &Client, object: &JobRequest) -> Result<Written> {
+pub(super) async fn remove_finalizer(context: &Context, object: &JobRequest) -> Result<Written> {
     let others = object.finalizers().iter().filter(|name| *name != FINALIZER).cloned().collect();
-    set_finalizers(client, object, others).await
+    set_finalizers(context, object, others).await
 }
 
-async fn set_finalizers(client: &Client, object: &JobRequest, finalizers: Vec<String>) -> Result<Written> {
+async fn set_finalizers(context: &Context, object: &JobRequest, finalizers: Vec<String>) -> Result<Written> {
     let operation = json!({"op": "add", "path": "/metadata/finalizers", "value": finalizers});
     let patch = guarded(object, vec![operation])?;
-    let answer = bounded(api(client, object).patch(&object.name_any(), &params(), &patch)).await;
-    written(client, object, answer).await
+    let answer = bounded(api(&context.client, object).patch(&object.name_any(), &params(), &patch)).await;
+    written(context, object, answer).await
 }
 
 /// Deletes the resource as it was read.
@@ -111,16 +111,22 @@ fn guarded(object: &JobRequest, operations: Vec<Value>) -> Result<Patch<()>> {
 }
 
 /// A failed test and an invalid object both answer 422: only a second look tells them apart.
-async fn written(client: &Client, object: &JobRequest, answer: Result<JobRequest>) -> Result<Written> {
+async fn written(context: &Context, object: &JobRequest, answer: Result<JobRequest>) -> Result<Written> {
+    let stale = || {
+        context.metrics.conflict();
+        Ok(Written::Stale)
+    };
     match answer {
         Ok(now) => Ok(Written::Done(Box::new(now))),
         Err(Error::Api(kube::Error::Api(status))) if status.code == 404 => Ok(Written::Gone),
-        Err(Error::Api(kube::Error::Api(status))) if status.code == 409 => Ok(Written::Stale),
-        Err(Error::Api(kube::Error::Api(status))) if status.code == 422 => match fresh(client, object).await? {
-            None => Ok(Written::Gone),
-            Some(now) if now.resource_version() != object.resource_version() => Ok(Written::Stale),
-            Some(_) => Err(Error::Api(kube::Error::Api(status))),
-        },
+        Err(Error::Api(kube::Error::Api(status))) if status.code == 409 => stale(),
+        Err(Error::Api(kube::Error::Api(status))) if status.code == 422 => {
+            match fresh(&context.client, object).await? {
+                None => Ok(Written::Gone),
+                Some(now) if now.resource_version() != object.resource_version() => stale(),
+                Some(_) => Err(Error::Api(kube::Error::Api(status))),
+            }
+        }
         Err(error) => Err(error),
     }
 }

@@ -144,7 +144,7 @@ async fn accept(object: &JobRequest, context: &Context) -> Result<Step> {
     let object = if has_finalizer(&object) {
         object
     } else {
-        match patch::add_finalizer(&context.client, &object).await? {
+        match patch::add_finalizer(context, &object).await? {
             Written::Done(now) => *now,
             Written::Stale => return Ok(Step::Reread),
             Written::Gone => return Ok(Step::Rest),
@@ -175,7 +175,7 @@ async fn accept(object: &JobRequest, context: &Context) -> Result<Step> {
 async fn live(object: &JobRequest, context: &Context, job: &Job, owner: bool, mirrored: i64) -> Result<Step> {
     let uid = patch::uid(object)?;
     if !has_finalizer(object) {
-        return Ok(match patch::add_finalizer(&context.client, object).await? {
+        return Ok(match patch::add_finalizer(context, object).await? {
             Written::Done(_) | Written::Stale => Step::Reread,
             Written::Gone => Step::Rest,
         });
@@ -213,7 +213,7 @@ async fn ended(object: &JobRequest, context: &Context, job: &Job, owner: bool, m
         && job.last_retry.as_ref() != Some(&mark)
     {
         if !has_finalizer(object) {
-            return Ok(match patch::add_finalizer(&context.client, object).await? {
+            return Ok(match patch::add_finalizer(context, object).await? {
                 Written::Done(_) | Written::Stale => Step::Reread,
                 Written::Gone => Step::Rest,
             });
@@ -279,7 +279,7 @@ async fn rest_without_row(object: &JobRequest, context: &Context) -> Result<Step
         for condition in &mut status.conditions {
             condition.observed_generation = object.metadata.generation;
         }
-        return match patch::set_status(&context.client, object, &status).await? {
+        return match patch::set_status(context, object, &status).await? {
             Written::Done(now) => let_go(object, now, context).await,
             Written::Stale => Ok(Step::Reread),
             Written::Gone => Ok(Step::Rest),
@@ -292,7 +292,7 @@ async fn rest_without_row(object: &JobRequest, context: &Context) -> Result<Step
 /// was written of it, and `now` after.
 async fn let_go(read: &JobRequest, mut now: Box<JobRequest>, context: &Context) -> Result<Step> {
     if has_finalizer(&now) {
-        match patch::remove_finalizer(&context.client, &now).await? {
+        match patch::remove_finalizer(context, &now).await? {
             Written::Done(without) => now = without,
             Written::Stale => return Ok(Step::Reread),
             Written::Gone => return Ok(Step::Rest),
@@ -312,7 +312,7 @@ async fn release(object: &JobRequest, context: &Context) -> Result<Step> {
     match context.queue.release(uid).await? {
         Release::Ended | Release::Shared => {
             context.young.forget(uid);
-            Ok(match patch::remove_finalizer(&context.client, object).await? {
+            Ok(match patch::remove_finalizer(context, object).await? {
                 Written::Done(_) | Written::Gone => Step::Rest,
                 Written::Stale => Step::Reread,
             })
@@ -352,7 +352,7 @@ async fn show(object: &JobRequest, context: &Context, standing: &Standing<'_>) -
         return Ok(Shown::As(Box::new(object.clone())));
     }
     context.young.forget(patch::uid(object)?);
-    Ok(match patch::set_status(&context.client, object, &status).await? {
+    Ok(match patch::set_status(context, object, &status).await? {
         Written::Done(now) => {
             events::of_change(old, &status, deleting).into_iter().for_each(|news| context.events.about(object, news));
             Shown::As(now)

@@ -169,6 +169,8 @@ async fn no_job_waits_for_an_event_or_fails_with_it() {
         metric(&controller, "jobrequest_events_total{outcome=\"failed\"} ").await.as_deref() == Some("1")
     })
     .await;
+    let refused = metric(&controller, "jobrequest_api_requests_total{verb=\"create\",code=\"403\"} ").await;
+    assert_eq!(refused.as_deref(), Some("1"), "and not repeated");
     site.proxy.hold(is_event);
     for name in ["held", "behind"] {
         site.create(name, site.hook(&format!("/code/404?{name}"))).await;
