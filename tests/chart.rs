@@ -220,6 +220,7 @@ fn every_setting_reaches_the_program_that_reads_it() {
     let mail = [
         ("JOBREQUEST_KINDS", "send_email,webhook_delivery"),
         ("JOBREQUEST_CONCURRENCY", "100"),
+        ("JOBREQUEST_MEMORY_BUDGET_MIB", "384"),
         ("JOBREQUEST_SHUTDOWN_GRACE_SECONDS", "60"),
         ("JOBREQUEST_SMTP_URL", "mail/smtp"),
         ("JOBREQUEST_SMTP_FROM", "Jobs <jobs@example.com>"),
@@ -229,6 +230,7 @@ fn every_setting_reaches_the_program_that_reads_it() {
     let pictures = [
         ("JOBREQUEST_KINDS", "resize_image"),
         ("JOBREQUEST_CONCURRENCY", "2"),
+        ("JOBREQUEST_MEMORY_BUDGET_MIB", "896"),
         ("JOBREQUEST_SHUTDOWN_GRACE_SECONDS", "120"),
         ("JOBREQUEST_OBJECT_STORE_URL", "file:///var/lib/jobrequest"),
         ("TZ", "UTC"),

@@ -186,7 +186,7 @@ async fn a_payload_that_the_executor_cannot_read_ends_its_job_and_delays_no_othe
     let id = |payload: &str| format!("SELECT id FROM jobs WHERE payload {payload}");
     let bad: Uuid = db.value(&id("= '[1, 2]'")).await;
     let good: Uuid = db.value(&id("<> '[1, 2]'")).await;
-    let registry = Registry::new().with(jobrequest::kinds::summary::SummarizeText);
+    let registry = Registry::new().with(jobrequest::kinds::summary::SummarizeText::default());
     let worker = Running::start(&queue, registry, |b| b.concurrency(1));
     until_status(&db, good, "succeeded").await;
     until_status(&db, bad, "failed_permanent").await;

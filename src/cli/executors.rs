@@ -5,12 +5,12 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::settings::named;
-use super::values::Secret;
+use super::values::{self, Secret};
 use crate::kinds::egress::EgressPolicy;
 use crate::kinds::email::SmtpSettings;
 use crate::kinds::image::ObjectStoreSettings;
 use crate::kinds::webhook::WebhookMasters;
-use crate::kinds::{KindSettings, Registry};
+use crate::kinds::{KindSettings, MemoryBudget, Registry};
 
 #[derive(Args)]
 #[command(next_help_heading = "What jobs may do")]
@@ -42,6 +42,11 @@ pub(super) struct ExecutorArgs {
     /// characters; during a change of masters the new one and the old one, by a comma. If unset, webhooks go unsigned
     #[arg(long, env = "JOBREQUEST_WEBHOOK_SECRET", hide_env_values = true, value_name = "SECRET")]
     webhook_secret: Option<Secret>,
+    /// Memory, in MiB, that resize_image and summarize_text may take all together; leave the rest of the process 128 more.
+    /// A picture that never fits is refused, one that doesn't fit now waits.
+    #[arg(long, env = "JOBREQUEST_MEMORY_BUDGET_MIB", hide_env_values = true, value_name = "MIB")]
+    #[arg(default_value = "384", value_parser = values::memory_budget)]
+    memory_budget_mib: MemoryBudget,
     /// A file of PEM certificates to be trusted beside the system's
     #[arg(long, env = "JOBREQUEST_EXTRA_CA_FILE", hide_env_values = true, value_name = "FILE")]
     extra_ca_file: Option<PathBuf>,
@@ -57,6 +62,7 @@ impl ExecutorArgs {
             egress_deny,
             object_store_url,
             webhook_secret,
+            memory_budget_mib: memory_budget,
             extra_ca_file,
         } = self;
         let egress = EgressPolicy {
@@ -86,7 +92,8 @@ impl ExecutorArgs {
             .map(|file| std::fs::read(&file).map_err(|error| format!("{}: {error}", file.display())))
             .transpose()
             .map_err(named("JOBREQUEST_EXTRA_CA_FILE", "--extra-ca-file"))?;
-        let settings = KindSettings { egress, smtp, object_store, webhook_masters, extra_roots, resolver: None };
+        let settings =
+            KindSettings { egress, smtp, object_store, webhook_masters, memory_budget, extra_roots, resolver: None };
         Registry::builtin(&settings).map_err(|error| error.to_string())
     }
 }

@@ -7,6 +7,8 @@ use std::time::Duration;
 use sqlx::postgres::PgConnectOptions;
 use tracing_subscriber::EnvFilter;
 
+use crate::kinds::MemoryBudget;
+
 /// How log lines look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LogFormat {
@@ -72,6 +74,11 @@ pub(super) fn back_off(text: &str) -> Result<Duration, String> {
 
 pub(super) fn retention(text: &str) -> Result<Duration, String> {
     whole(text, 0, LONG).map(Duration::from_secs)
+}
+
+pub(super) fn memory_budget(text: &str) -> Result<MemoryBudget, String> {
+    let mib = whole(text, u64::from(MemoryBudget::MIN_MIB), u64::from(MemoryBudget::MAX_MIB))?;
+    Ok(MemoryBudget::from_mib(u32::try_from(mib).unwrap_or(MemoryBudget::MAX_MIB)))
 }
 
 /// `host:port` with a literal address; `:port` for every interface.

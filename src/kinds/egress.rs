@@ -18,7 +18,7 @@ use std::time::{Duration, SystemTime};
 
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 use reqwest::header::{DATE, HeaderMap, RETRY_AFTER};
-use reqwest::{Client, Request, StatusCode, redirect};
+use reqwest::{Client, Request, Response, StatusCode, redirect};
 use tokio::time::Instant;
 use url::{Host, Url};
 
@@ -94,9 +94,7 @@ impl Egress {
     /// `RequestFailed`. An answer of any status is not an error here: see [`Reply::accepted`].
     pub async fn send(&self, request: Request, limit: usize, deadline: Instant) -> Result<Reply, Failure> {
         self.check(request.url())?;
-        tokio::time::timeout_at(deadline, self.exchange(request, limit)).await.unwrap_or_else(|_| {
-            Err(Failure::passing("Timeout", "the server had not answered in full when the attempt's time was over"))
-        })
+        tokio::time::timeout_at(deadline, self.exchange(request, limit)).await.unwrap_or_else(|_| Err(timed_out()))
     }
 
     /// A name is checked when it is resolved; an address literal never reaches a resolver.
@@ -110,23 +108,61 @@ impl Egress {
         self.policy.check(literal).map_err(|what| Refused { what }.into())
     }
 
+    /// As [`Self::send`], with a body of an accepted status only, and none of it read before `room` has given some for
+    /// its length; none when the server doesn't say it.
+    ///
+    /// # Errors
+    /// Those of [`Self::send`], of [`Reply::accepted`] and of `room`.
+    pub(crate) async fn download<R>(
+        &self,
+        request: Request,
+        limit: usize,
+        deadline: Instant,
+        room: impl AsyncFnOnce(Option<u64>) -> Result<R, Failure>,
+    ) -> Result<(Reply, R), Failure> {
+        self.check(request.url())?;
+        let exchange = async {
+            let mut response = self.client.execute(request).await.map_err(failure)?;
+            let length = response.content_length();
+            let mut reply = Reply::head(&mut response).accepted()?;
+            let room = room(length).await?;
+            let known = length.and_then(|length| usize::try_from(length).ok());
+            reply.read(&mut response, known.map_or(limit, |length| length.min(limit))).await?;
+            Ok((reply, room))
+        };
+        tokio::time::timeout_at(deadline, exchange).await.unwrap_or_else(|_| Err(timed_out()))
+    }
+
     async fn exchange(&self, request: Request, limit: usize) -> Result<Reply, Failure> {
         let mut response = self.client.execute(request).await.map_err(failure)?;
-        let (status, headers) = (response.status(), std::mem::take(response.headers_mut()));
-        let mut reply = Reply { status, headers, body: Vec::new(), truncated: false };
-        while let Some(chunk) = response.chunk().await.map_err(failure)? {
-            let room = limit - reply.body.len();
-            reply.body.extend_from_slice(&chunk[..chunk.len().min(room)]);
-            if chunk.len() > room {
-                reply.truncated = true;
-                break;
-            }
-        }
+        let mut reply = Reply::head(&mut response);
+        reply.read(&mut response, limit).await?;
         Ok(reply)
     }
 }
 
+fn timed_out() -> Failure {
+    Failure::passing("Timeout", "the server had not answered in full when the attempt's time was over")
+}
+
 impl Reply {
+    fn head(response: &mut Response) -> Self {
+        let headers = std::mem::take(response.headers_mut());
+        Self { status: response.status(), headers, body: Vec::new(), truncated: false }
+    }
+
+    async fn read(&mut self, response: &mut Response, limit: usize) -> Result<(), Failure> {
+        while let Some(chunk) = response.chunk().await.map_err(failure)? {
+            let room = limit - self.body.len();
+            self.body.extend_from_slice(&chunk[..chunk.len().min(room)]);
+            if chunk.len() > room {
+                self.truncated = true;
+                break;
+            }
+        }
+        Ok(())
+    }
+
     /// The reply itself when its status is 2xx.
     ///
     /// # Errors

@@ -3,6 +3,8 @@
 //! A retry writes the same object again. An object that is there already is replaced, whoever wrote it: within one
 //! namespace a `destination` belongs to whoever names it.
 
+mod blocks;
+mod header;
 mod pixels;
 mod store;
 #[cfg(test)]
@@ -18,10 +20,12 @@ use url::Url;
 
 pub use store::ObjectStoreSettings;
 
-use self::pixels::{Fit, Format, Resized};
+use self::header::Header;
+use self::pixels::{Fit, Format, Resized, Wanted};
+use super::cpu::{MIB, Pool, Room};
 use super::egress::{self, Egress};
 use super::payload::{Field, PayloadError, Shape, check_fields, optional, required};
-use super::{Attempt, Executed, Executor, Failure, cpu};
+use super::{Attempt, Executed, Executor, Failure};
 
 pub const KIND: &str = "resize_image";
 
@@ -43,15 +47,20 @@ const FIELDS: &[Field] = &[
 pub struct ResizeImage {
     egress: Egress,
     store: Option<ObjectStoreSettings>,
+    pool: Pool,
+}
+
+/// A picture as it was fetched, and the room it takes.
+struct Source {
+    bytes: Vec<u8>,
+    _room: Room,
 }
 
 #[derive(Debug)]
 struct Order {
     source: Url,
-    size: (u32, u32),
-    fit: Fit,
-    /// As asked for, or as the destination's ending says; else the source's.
-    format: Option<Format>,
+    /// The format as asked for, or as the destination's ending says; else the source's.
+    wanted: Wanted,
     destination: Option<Path>,
 }
 
@@ -66,8 +75,8 @@ struct Payload {
 }
 
 impl ResizeImage {
-    pub fn new(egress: Egress, store: Option<ObjectStoreSettings>) -> Self {
-        Self { egress, store }
+    pub(crate) fn new(egress: Egress, store: Option<ObjectStoreSettings>, pool: Pool) -> Self {
+        Self { egress, store, pool }
     }
 
     async fn resize(&self, attempt: &Attempt) -> Executed {
@@ -77,16 +86,15 @@ impl ResizeImage {
                 "this install has no object store: set JOBREQUEST_OBJECT_STORE_URL",
             ));
         };
-        let Order { source, size, fit, format, destination } = attempt.checked(parse)?;
-        let namespace = attempt.namespace.as_deref();
-        let picture = self.fetch(attempt, store, source).await?;
-        attempt.checkpoint()?;
-        let Resized { bytes, width, height, format, animated } =
-            cpu::run(attempt, move |stop| pixels::resize(&picture, size, fit, format, stop)).await?;
+        let Order { source, wanted, destination } = attempt.checked(parse)?;
+        let source = self.fetch(attempt, store, source).await?;
+        let (resized, room) = self.work(attempt, source, wanted).await?;
+        let Resized { bytes, width, height, format, animated } = resized;
         let name = || Path::from(format!("{}.{}", attempt.job_id, format.name()));
-        let path = store.place(namespace, &destination.unwrap_or_else(name));
+        let path = store.place(attempt.namespace.as_deref(), &destination.unwrap_or_else(name));
         let written = bytes.len();
         store.write(&path, bytes.into(), format.content_type()).await?;
+        drop(room);
         Ok(json!({
             "url": store.url_of(&path),
             "key": path.as_ref(),
@@ -98,14 +106,44 @@ impl ResizeImage {
         }))
     }
 
-    async fn fetch(&self, attempt: &Attempt, store: &ObjectStoreSettings, source: Url) -> Result<Vec<u8>, Failure> {
+    /// Reads the source into room of its own; while there is none, nothing of it is read.
+    async fn fetch(&self, attempt: &Attempt, store: &ObjectStoreSettings, source: Url) -> Result<Source, Failure> {
+        let room = async |length: Option<u64>| match length {
+            Some(length) if length > MAX_SOURCE_BYTES as u64 => Err(too_large(MAX_SOURCE_BYTES)),
+            length => self.pool.source_room(attempt, length.unwrap_or(MAX_SOURCE_BYTES as u64)).await,
+        };
         if !matches!(source.scheme(), "http" | "https") {
             let path = store.source(attempt.namespace.as_deref(), &source)?;
-            return store.read(&path, MAX_SOURCE_BYTES).await;
+            let (bytes, room) = store.read(&path, MAX_SOURCE_BYTES, room).await?;
+            return Ok(Source { bytes, _room: room });
         }
         let request = Request::new(Method::GET, source);
-        let reply = self.egress.send(request, MAX_SOURCE_BYTES, attempt.soft_deadline()).await?.accepted()?;
-        if reply.truncated { Err(too_large(MAX_SOURCE_BYTES)) } else { Ok(reply.body) }
+        let (reply, room) = self.egress.download(request, MAX_SOURCE_BYTES, attempt.soft_deadline(), room).await?;
+        if reply.truncated { Err(too_large(MAX_SOURCE_BYTES)) } else { Ok(Source { bytes: reply.body, _room: room }) }
+    }
+
+    /// Resizes in room for the most that this picture takes; the room that is left holds the result.
+    async fn work(&self, attempt: &Attempt, source: Source, wanted: Wanted) -> Result<(Resized, Room), Failure> {
+        let read = move |_: &_| Header::read(&source.bytes).map(|header| (header, source));
+        let (header, source) = self.pool.run(attempt, read).await?;
+        let plan = header.plan(wanted);
+        let needed = header.peak_bytes(&plan);
+        if needed > self.pool.work_bytes() {
+            return Err(too_much_memory(needed, self.pool.work_bytes()));
+        }
+        let mut room = self.pool.room(attempt, needed).await?;
+        let resize = move |stop: &_| {
+            let resized = pixels::resize(source, &header, &plan, stop)?;
+            room.shrink_to(resized.bytes.len() as u64);
+            Ok((resized, room))
+        };
+        self.pool.run(attempt, resize).await
+    }
+}
+
+impl AsRef<[u8]> for Source {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
     }
 }
 
@@ -139,13 +177,15 @@ fn parse(payload: &Value) -> Result<Order, PayloadError> {
     let by_ending = || destination.as_ref()?.extension().and_then(|ending| Format::named(&ending.to_ascii_lowercase()));
     Ok(Order {
         source: parse_source(&source_url)?,
-        size: (width, height),
-        fit: match fit.as_deref() {
-            Some("cover") => Fit::Cover,
-            Some("fill") => Fit::Fill,
-            Some(_) | None => Fit::Contain,
+        wanted: Wanted {
+            size: (width, height),
+            fit: match fit.as_deref() {
+                Some("cover") => Fit::Cover,
+                Some("fill") => Fit::Fill,
+                Some(_) | None => Fit::Contain,
+            },
+            format: format.as_deref().and_then(Format::named).or_else(by_ending),
         },
-        format: format.as_deref().and_then(Format::named).or_else(by_ending),
         destination,
     })
 }
@@ -161,4 +201,17 @@ fn parse_source(text: &str) -> Result<Url, PayloadError> {
 
 fn too_large(limit: usize) -> Failure {
     Failure::permanent("SourceTooLarge", format!("the source has more than {} MiB", limit / 1024 / 1024))
+}
+
+fn too_much_memory(needed: u64, most: u64) -> Failure {
+    let mib = |bytes: u64| bytes.div_ceil(MIB);
+    Failure::permanent(
+        "ImageTooLarge",
+        format!(
+            "resizing this picture takes up to {} MiB of memory, and a worker of this install has {} for it: use a smaller \
+             one in source_url, a smaller width and height, or have the operator raise JOBREQUEST_MEMORY_BUDGET_MIB",
+            mib(needed),
+            most / MIB
+        ),
+    )
 }

@@ -31,6 +31,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
+pub use cpu::MemoryBudget;
 pub use payload::PayloadError;
 pub use settings::{KindSettings, SettingsError};
 
@@ -272,13 +273,15 @@ impl Registry {
     /// # Errors
     /// When a setting can't be used: certificates that can't be read, no TLS provider.
     pub fn builtin(settings: &KindSettings) -> Result<Self, SettingsError> {
-        let KindSettings { egress, smtp, object_store, webhook_masters, extra_roots, resolver } = settings.clone();
+        let KindSettings { egress, smtp, object_store, webhook_masters, memory_budget, extra_roots, resolver } =
+            settings.clone();
         let extra_roots = extra_roots.as_deref();
         let egress = egress::Egress::new(egress, extra_roots, resolver)?;
+        let pool = cpu::Pool::new(memory_budget);
         Ok(Self::new()
             .with(email::SendEmail::new(smtp, extra_roots)?)
-            .with(image::ResizeImage::new(egress.clone(), object_store))
-            .with(summary::SummarizeText)
+            .with(image::ResizeImage::new(egress.clone(), object_store, pool.clone()))
+            .with(summary::SummarizeText::new(pool))
             .with(webhook::WebhookDelivery::new(egress, webhook_masters)))
     }
 

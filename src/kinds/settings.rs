@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use reqwest::dns::Resolve;
 
+use super::cpu::MemoryBudget;
 use super::egress::EgressPolicy;
 use super::email::SmtpSettings;
 use super::image::ObjectStoreSettings;
@@ -19,6 +20,8 @@ pub struct KindSettings {
     pub object_store: Option<ObjectStoreSettings>,
     /// Without any, webhooks go out unsigned.
     pub webhook_masters: WebhookMasters,
+    /// Shared by all kinds that work in memory.
+    pub memory_budget: MemoryBudget,
     /// PEM certificates trusted beside the system's for URLs from payloads and for SMTP.
     pub extra_roots: Option<Vec<u8>>,
     /// Replaces the system's resolver for URLs from payloads: tests need it, installs don't.

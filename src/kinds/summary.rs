@@ -13,7 +13,7 @@ use futures::future::BoxFuture;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::cpu::{self, Stop};
+use super::cpu::{MIB, MemoryBudget, Pool, Stop};
 use super::payload::{Field, PayloadError, Shape, check_fields, optional, required};
 use super::{Attempt, Executed, Executor, Failure};
 
@@ -27,8 +27,13 @@ const FIELDS: &[Field] = &[
     optional("max_words", Shape::Integer { min: 1, max: 10_000 }),
 ];
 
-#[derive(Default)]
-pub struct SummarizeText;
+/// What a byte of the text comes to at most, as sentences, terms and vectors of one-letter words; and the graph.
+const MEMORY_FOR_A_BYTE: u64 = 64;
+const MEMORY_FOR_THE_GRAPH: u64 = 4 * MIB;
+
+pub struct SummarizeText {
+    pool: Pool,
+}
 
 #[derive(Debug, Deserialize)]
 struct Payload {
@@ -45,12 +50,25 @@ struct Summary {
     truncated: bool,
 }
 
+impl Default for SummarizeText {
+    /// With cores and a memory budget of its own: in a registry with other kinds, take [`super::Registry::builtin`]'s.
+    fn default() -> Self {
+        Self::new(Pool::new(MemoryBudget::default()))
+    }
+}
+
 impl SummarizeText {
+    pub(crate) fn new(pool: Pool) -> Self {
+        Self { pool }
+    }
+
     async fn summarize(&self, attempt: &Attempt) -> Executed {
         let Payload { text, max_words } = attempt.checked(parse)?;
         let max_words = max_words.unwrap_or(DEFAULT_MAX_WORDS);
+        let memory = MEMORY_FOR_THE_GRAPH + MEMORY_FOR_A_BYTE * text.len() as u64;
+        let room = self.pool.room(attempt, memory).await?;
         let Summary { text, sentences, words, truncated } =
-            cpu::run(attempt, move |stop| summarize(&text, max_words, stop)).await?;
+            self.pool.run(attempt, move |stop| (summarize(&text, max_words, stop), drop(room)).0).await?;
         Ok(json!({"summary": text, "sentences": sentences, "words": words, "truncated": truncated}))
     }
 }

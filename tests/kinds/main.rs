@@ -2,11 +2,14 @@
 
 mod email;
 mod image;
+mod memory;
 #[path = "../support/sink.rs"]
 #[allow(dead_code, reason = "shared")]
 mod sink;
 #[path = "../support/smtp.rs"]
 mod smtp;
+#[path = "../support/mod.rs"]
+mod support;
 mod webhook;
 
 use std::sync::Arc;

@@ -155,6 +155,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ include "jobrequest.env.common" .root }}
 - {name: JOBREQUEST_POLL_SECONDS, value: {{ .root.Values.settings.pollSeconds | int64 | quote }}}
 - {name: JOBREQUEST_CONCURRENCY, value: {{ .pool.concurrency | int64 | quote }}}
+- {name: JOBREQUEST_MEMORY_BUDGET_MIB, value: {{ .pool.memoryBudgetMiB | int64 | quote }}}
 {{- with .pool.kinds }}
 - {name: JOBREQUEST_KINDS, value: {{ join "," . | quote }}}
 {{- end }}

@@ -106,16 +106,26 @@ impl ObjectStoreSettings {
         url.into()
     }
 
+    /// Reads an object once `room` has given some for its length.
+    ///
     /// # Errors
-    /// Permanent `SourceNotFound` or `SourceTooLarge`, passing `StoreUnavailable`.
-    pub(super) async fn read(&self, path: &Path, limit: usize) -> Result<Vec<u8>, Failure> {
+    /// Permanent `SourceNotFound` or `SourceTooLarge`, passing `StoreUnavailable`; those of `room`.
+    pub(super) async fn read<R>(
+        &self,
+        path: &Path,
+        limit: usize,
+        room: impl AsyncFnOnce(Option<u64>) -> Result<R, Failure>,
+    ) -> Result<(Vec<u8>, R), Failure> {
         let found = self.store.get(path).await.map_err(|error| match error {
             object_store::Error::NotFound { .. } => {
                 Failure::permanent("SourceNotFound", "the object store has no object at source_url")
             }
             other => unavailable("read", &other),
         })?;
-        let mut bytes = Vec::new();
+        let length = found.meta.size;
+        let room = room(Some(length)).await?;
+        let limit = usize::try_from(length).map_or(limit, |length| length.min(limit));
+        let mut bytes = Vec::with_capacity(limit);
         let mut chunks = found.into_stream();
         while let Some(chunk) = chunks.next().await {
             let chunk = chunk.map_err(|error| unavailable("read", &error))?;
@@ -124,7 +134,7 @@ impl ObjectStoreSettings {
             }
             bytes.extend_from_slice(&chunk);
         }
-        Ok(bytes)
+        Ok((bytes, room))
     }
 
     /// Writes the whole object or nothing; one of that name is replaced.

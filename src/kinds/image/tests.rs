@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use ::image::codecs::gif::GifEncoder;
 use ::image::{DynamicImage, Frame, GrayImage, ImageBuffer, ImageFormat, Luma, Rgb, RgbImage, Rgba, RgbaImage};
-use pixels::{geometry, resize};
+use header::geometry;
 
 use crate::kinds::cpu::Stop;
 
@@ -15,15 +15,20 @@ fn encoded(picture: impl Into<DynamicImage>, format: ImageFormat) -> Vec<u8> {
     bytes
 }
 
+fn resize(source: &[u8], wanted: Wanted) -> Result<Resized, Failure> {
+    let header = Header::read(source)?;
+    pixels::resize(source, &header, &header.plan(wanted), &Stop::never())
+}
+
 fn resized(source: &[u8], size: (u32, u32), fit: Fit, format: Option<Format>) -> (Resized, DynamicImage) {
-    let resized = resize(source, size, fit, format, &Stop::never()).unwrap();
+    let resized = resize(source, Wanted { size, fit, format }).unwrap();
     let picture = ::image::load_from_memory(&resized.bytes).unwrap();
     assert_eq!((picture.width(), picture.height()), (resized.width, resized.height));
     (resized, picture)
 }
 
 fn refused(source: &[u8]) -> &'static str {
-    let failure = resize(source, (8, 8), Fit::Contain, None, &Stop::never()).err().unwrap();
+    let failure = resize(source, Wanted { size: (8, 8), fit: Fit::Contain, format: None }).err().unwrap();
     assert_eq!(failure.cause(), crate::kinds::FailureCause::Permanent);
     failure.reason()
 }
@@ -234,7 +239,7 @@ fn sizes_that_make_no_picture_are_refused_on_acceptance() {
 fn the_format_follows_the_destinations_ending_unless_it_is_said() {
     let order = |format: Value, destination: Value| {
         let payload = json!({"source_url": "https://e.com/a", "width": 1, "height": 1, "format": format, "destination": destination});
-        parse(&payload).unwrap().format
+        parse(&payload).unwrap().wanted.format
     };
     assert_eq!(order(json!(null), json!("a/b.JPG")), Some(Format::Jpeg));
     assert_eq!(order(json!("png"), json!("a/b.jpg")), Some(Format::Png));
