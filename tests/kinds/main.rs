@@ -1,5 +1,7 @@
 //! The executors against real servers on loopback.
 
+mod custom_kind;
+mod docs;
 mod email;
 mod image;
 mod memory;
