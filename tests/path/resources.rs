@@ -80,6 +80,8 @@ async fn a_status_never_goes_back_though_the_resource_changes_all_the_time() {
             if n == 20 {
                 names.iter().for_each(|name| site.sink.open(name));
             }
+            // Without a pause no status write would ever be the only one on its way.
+            tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };
     let watch = async {
