@@ -19,7 +19,7 @@ const BUDGET_MIB: u64 = 208;
 /// Stacks, pools, buffers of sockets: what a worker takes more when it works than when it has just started.
 const BESIDE_MIB: u64 = 48;
 const JOBS: usize = 8;
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 fn encoded(picture: impl Into<DynamicImage>, format: ImageFormat) -> Vec<u8> {
     let mut bytes = Vec::new();
