@@ -63,11 +63,9 @@ impl Clerk {
         until(|| async { self.count() >= count }, "enough attempts have started").await;
     }
 
-    /// How long it takes from now until a job in the namespace `other` starts.
-    async fn until_other(&self) -> Duration {
-        let asked = Instant::now();
+    /// Until a job in the namespace `other` starts.
+    async fn until_other(&self) {
         timeout(PATIENCE, self.0.other.acquire()).await.expect("it starts").expect("never closed").forget();
-        asked.elapsed()
     }
 }
 
@@ -136,9 +134,12 @@ async fn beside_a_flood(namespaces: usize) {
     let worker = Running::start(&db.queue(), clerk.registry(), |b| b.poll(2 * SECOND).concurrency(32));
     clerk.until_started(500).await;
     for _ in 0..3 {
+        let before = clerk.count();
         insert(&db, 1, "namespace", "'other'").await;
-        let waited = clerk.until_other().await;
-        assert!(waited < SECOND, "{waited:?} beside {namespaces} namespaces");
+        clerk.until_other().await;
+        // Counted in jobs, not in time: the slots start at most 1,600 a second, and a busy machine is slower.
+        let first = clerk.count() - before;
+        assert!(first < 3200, "{first} others went first, beside {namespaces} namespaces");
     }
     worker.end().await;
     assert!(count(&db, "status = 'queued'").await > 50_000, "there was a flood all along");
@@ -183,11 +184,11 @@ async fn a_higher_priority_starts_soon_although_lower_ones_are_prefetched_by_the
     let worker = Running::start(&db.queue(), clerk.registry(), |b| b.concurrency(4));
     until(async || count(&db, "status = 'running'").await > 1000, "jobs are prefetched").await;
     let new = NewJob { priority: 10, ..job() };
+    let before = clerk.count();
     let id = db.queue().enqueue(&new).await.expect("accepted").id();
-    let asked = Instant::now();
-    until(async || db.status(id).await == "succeeded", "it has run").await;
-    assert!(asked.elapsed() < SECOND, "{:?}", asked.elapsed());
-    assert!(count(&db, "status = 'queued'").await > 1000, "it did not wait for all of them");
+    until(async || clerk.starts().iter().any(|(started, _)| *started == id), "it starts").await;
+    let first = clerk.starts()[before..].iter().position(|(started, _)| *started == id).expect("it has started");
+    assert!(first < 20_000, "{first} of a hundred thousand others went first");
     worker.end().await;
 }
 

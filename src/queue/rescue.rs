@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use sqlx::AssertSqlSafe;
 use uuid::Uuid;
 
 use super::connections::BY_ID;
@@ -12,6 +13,9 @@ use crate::job::{Cause, Facts, Next, Status, decide};
 
 /// How many rows one rescue takes at most.
 const BATCH: i64 = 500;
+/// Whose lease has run out, by the database's clock.
+const STALE: &str = "install = $1 AND starts_with(status, 'running') \
+    AND (locked_at IS NULL OR locked_at < now() - make_interval(secs => lease_seconds))";
 const LEASE_LOST: &str = "the worker was gone when its lease ended";
 
 /// What a rescue did.
@@ -58,17 +62,20 @@ impl Queue {
     }
 
     async fn rescue_batch(&self) -> Result<Rescued> {
+        // Nearly always there is none: one statement, and no transaction.
+        let any = format!("SELECT EXISTS (SELECT FROM jobs WHERE {STALE})");
+        let (any,): (bool,) =
+            sqlx::query_as(AssertSqlSafe(any)).bind(&self.settings.install).fetch_one(&self.pool).await?;
+        if !any {
+            return Ok(Rescued::default());
+        }
         let mut tx = self.pool.begin_with(BY_ID).await?;
-        let stale: Vec<StaleRow> = sqlx::query_as(
-            "SELECT id, attempts, max_attempts, cancel_requested FROM jobs \
-             WHERE install = $1 AND starts_with(status, 'running') \
-               AND (locked_at IS NULL OR locked_at < now() - make_interval(secs => lease_seconds)) \
-             ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED",
-        )
-        .bind(&self.settings.install)
-        .bind(BATCH)
-        .fetch_all(&mut *tx)
-        .await?;
+        let stale = format!(
+            "SELECT id, attempts, max_attempts, cancel_requested FROM jobs WHERE {STALE} \
+             ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED"
+        );
+        let stale: Vec<StaleRow> =
+            sqlx::query_as(AssertSqlSafe(stale)).bind(&self.settings.install).bind(BATCH).fetch_all(&mut *tx).await?;
         if stale.is_empty() {
             return Ok(Rescued::default());
         }
