@@ -2,7 +2,7 @@
 //!
 //! One set of settings for every bar.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
 use jobrequest::job::Status;
@@ -12,7 +12,10 @@ use jobrequest::worker::Worker;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use sqlx::postgres::PgConnectOptions;
+use sqlx::types::Json;
+use sqlx::{Connection, PgConnection};
 use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
 
 use crate::{Failed, Outcome, protocol};
 
@@ -61,7 +64,7 @@ impl Executor for NoOp {
     }
 }
 
-/// setup | drain | bare | one | enqueue N TASKS | latency N EVERY_MS, on the database at $DATABASE_URL.
+/// setup | drain | bare | one | enqueue N TASKS | bulk N BATCH | insert N BATCH | latency N EVERY_MS, on the database at $DATABASE_URL.
 pub async fn run(arguments: &[String]) -> Outcome<()> {
     let database: PgConnectOptions = std::env::var("DATABASE_URL")?.parse()?;
     let number = |at: usize| -> Outcome<u64> { Ok(arguments.get(at).ok_or("a number is missing")?.parse()?) };
@@ -90,6 +93,18 @@ pub async fn run(arguments: &[String]) -> Outcome<()> {
             };
             protocol::one_by_one(number(1)?, number(2)?, enqueue).await;
         }
+        Some("bulk") => {
+            let queue = with_connections(database, 1);
+            let jobs: Vec<NewJob> = (0..number(2)?).map(|_| new_job(0)).collect();
+            let enqueue = async || -> Outcome<()> {
+                for outcome in queue.enqueue_many(&jobs).await {
+                    outcome?;
+                }
+                Ok(())
+            };
+            in_batches(number(1)? / number(2)?, enqueue).await?;
+        }
+        Some("insert") => insert(database, number(1)?, number(2)?).await?,
         Some("latency") => {
             let queue = Queue::new(database.clone(), queue_settings());
             tokio::spawn(worker(queue.clone(), database)?.run(CancellationToken::new()));
@@ -107,6 +122,39 @@ pub async fn run(arguments: &[String]) -> Outcome<()> {
 
 fn new_job(sent: u64) -> NewJob {
     NewJob::new(KINDS[0], json!({ "sent": sent }))
+}
+
+/// So many, one after the other, and prints `seconds`.
+async fn in_batches(batches: u64, mut batch: impl AsyncFnMut() -> Outcome<()>) -> Outcome<()> {
+    for _ in 0..5 {
+        batch().await?;
+    }
+    protocol::ready();
+    let start = Instant::now();
+    for _ in 0..batches {
+        batch().await?;
+    }
+    protocol::say(&format!("seconds {}", start.elapsed().as_secs_f64()));
+    Ok(())
+}
+
+/// The same rows without the queue, in as little as the table takes: what `enqueue_many` is measured against.
+async fn insert(database: PgConnectOptions, jobs: u64, batch: u64) -> Outcome<()> {
+    let mut connection = PgConnection::connect_with(&database).await?;
+    let jobs_of_a_batch: Vec<NewJob> = (0..batch).map(|_| new_job(0)).collect();
+    let insert = async || -> Outcome<()> {
+        let columns = jobs_of_a_batch.iter().map(|job| (Uuid::now_v7(), job.kind.as_str(), Json(&job.payload)));
+        let (ids, (kinds, payloads)): (Vec<_>, (Vec<_>, Vec<_>)) =
+            columns.map(|(id, kind, payload)| (id, (kind, payload))).unzip();
+        sqlx::query("INSERT INTO jobs (id, kind, payload) SELECT * FROM unnest($1::uuid[], $2::text[], $3::jsonb[])")
+            .bind(ids)
+            .bind(kinds)
+            .bind(payloads)
+            .execute(&mut connection)
+            .await?;
+        Ok(())
+    };
+    in_batches(jobs / batch, insert).await
 }
 
 fn with_connections(database: PgConnectOptions, max_connections: u32) -> Queue {

@@ -153,8 +153,12 @@ impl Run {
                 let rate = enqueue(&self.server, who, self.size.enqueued).await?;
                 self.add(bars::ENQUEUE, who.name, RATE, rate);
             }
-            let rate = bulk(&self.server, &RIVER, self.size.jobs, 1000).await?;
-            self.add(bars::BULK, RIVER.name, RATE, rate);
+            for (who, how, name) in
+                [(&OURS, "bulk", OURS.name), (&OURS, "insert", bars::BARE_INSERT), (&RIVER, "bulk", RIVER.name)]
+            {
+                let rate = bulk(&self.server, who, how, self.size.jobs, 1000).await?;
+                self.add(bars::BULK, name, RATE, rate);
+            }
         }
         Ok(())
     }
