@@ -126,6 +126,26 @@ pub const BARE_INSERT: &str = "a bare UNNEST insert of id, kind and payload";
 pub const P50: &str = "start latency, idle, p50";
 pub const P99: &str = "start latency, idle, p99";
 pub const PROCESSES: &str = "drain by worker processes";
+pub const HIGHER_P50: &str = "start latency of higher priorities behind a backlog, p50";
+pub const HIGHER_P99: &str = "start latency of higher priorities behind a backlog, p99";
+pub const HIGHER_BUSY: &str = "slots taken meanwhile";
+pub const HELD_RATE: &str = "mixed jobs until each was run once";
+pub const HELD: &str = "under a held snapshot";
+pub const FREE: &str = "free";
+pub const HELD_PACE: &str = "held snapshot: the last tenth's rate against the first's";
+pub const HELD_SHARE: &str = "held snapshot: the average against the free drain's";
+pub const HELD_LATE: &str = "held snapshot: a job that belongs before the last claim waits";
+pub const CLAIM_PLACE: &str = "claim of 100 from its place in a lane";
+pub const CLAIM_UNKNOWING: &str = "claim of 100 by fetch_many";
+pub const SURVEY: &str = "survey of the lanes";
+pub const ALONE: &str = "ready rows alone";
+pub const AMONG: &str = "among ended, later and others' rows";
+pub const LARGE_RSS: &str = "payloads of 64 kB, 32 slots, memory at its most";
+pub const ROW: &str = "enqueued and drained together, with retention";
+pub const ROW_SPACE: &str = "in a row: dead and free space after each fifth";
+pub const ROW_INDEXES: &str = "in a row: indexes of claim, finish and rescue after each fifth";
+pub const ROW_CLAIM: &str = "in a row: p99 of the worker's claims in each fifth";
+pub const FIFTHS: [&str; 5] = ["first", "second", "third", "fourth", "last"];
 pub const IDLE_QUERIES: &str = "idle worker, queries";
 pub const IDLE_RSS: &str = "idle worker, memory";
 pub const IDLE_CPU: &str = "idle worker, CPU";
@@ -147,6 +167,10 @@ pub fn bars(results: &Results) -> Vec<Bar> {
     };
     let best_peer = [GRAPHILE, RIVER, SEED].iter().filter_map(|who| results.most(ENQUEUE, who)).reduce(f64::max);
     let ours = |what| results.most(what, US);
+    let worst =
+        |what| results.of(what).filter_map(|series| series.spread()).map(|(_, median, _)| median).reduce(f64::max);
+    let among = |what| ratio(results.least(what, AMONG), results.least(what, ALONE));
+    let grown = |what| ratio(results.least(what, FIFTHS[4]), results.least(what, FIFTHS[1]));
     let bar = |what: &str, limit, unit, value| Bar { what: what.to_owned(), limit, unit, value };
     use Limit::{AtLeast, AtMost};
     vec![
@@ -170,17 +194,27 @@ pub fn bars(results: &Results) -> Vec<Bar> {
         bar("enqueue one by one against the best peer", AtLeast(1.0), "x", ratio(ours(ENQUEUE), best_peer)),
         bar("start latency p50 over graphile_worker's better setting", AtMost(0.5), " ms", latency(P50)),
         bar("start latency p99 over graphile_worker's better setting", AtMost(0.5), " ms", latency(P99)),
-        bar("start latency p99 of higher priorities behind a backlog", AtMost(250.0), " ms", None),
-        bar("held snapshot: the last tenth's rate against the first's", AtLeast(0.9), "x", None),
-        bar("held snapshot: the average against the free drain's", AtLeast(0.7), "x", None),
-        bar("claim behind 5 M terminal and 1 M future rows against alone", AtMost(1.2), "x", None),
+        bar("start latency p99 of higher priorities behind a backlog", AtMost(250.0), " ms", worst(HIGHER_P99)),
+        bar(HELD_PACE, AtLeast(0.9), "x", ours(HELD_PACE)),
+        bar(HELD_SHARE, AtLeast(0.7), "x", ours(HELD_SHARE)),
+        // Two polls.
+        bar(HELD_LATE, AtMost(4.0), " s", worst(HELD_LATE)),
+        bar(
+            "claim of 100 among rows that are none of its business against alone, by a worker",
+            AtMost(1.2),
+            "x",
+            among(CLAIM_PLACE),
+        ),
+        bar("the same by fetch_many", AtMost(1.2), "x", among(CLAIM_UNKNOWING)),
         bar("idle worker: queries", AtMost(2.0), "/s", ours(IDLE_QUERIES)),
         bar("idle worker: memory", AtMost(32.0), " MiB", ours(IDLE_RSS)),
         bar("idle worker: CPU", AtMost(0.5), " %", ours(IDLE_CPU)),
-        bar("100,000 payloads of 64 kB at concurrency 32: memory", AtMost(256.0), " MiB", None),
+        bar("payloads of 64 kB at concurrency 32: memory", AtMost(256.0), " MiB", worst(LARGE_RSS)),
         bar("two worker processes against one", AtLeast(0.9), "x", processes("2")),
         bar("four worker processes against one", AtLeast(0.9), "x", processes("4")),
         bar("eight worker processes against one", AtLeast(0.9), "x", processes("8")),
-        bar("5 M jobs in a row: the last fifth against the second", AtMost(1.3), "x", None),
+        bar("jobs in a row: dead and free space, last fifth against second", AtMost(1.3), "x", grown(ROW_SPACE)),
+        bar("jobs in a row: size of the indexes, last fifth against second", AtMost(1.3), "x", grown(ROW_INDEXES)),
+        bar("jobs in a row: p99 of the claims, last fifth against second", AtMost(1.3), "x", grown(ROW_CLAIM)),
     ]
 }

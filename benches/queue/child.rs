@@ -64,6 +64,11 @@ impl Child {
         self.done.load(Ordering::Acquire)
     }
 
+    /// How many jobs its executor has run, for someone else to look at.
+    pub fn counter(&self) -> Arc<AtomicU64> {
+        self.done.clone()
+    }
+
     /// An error when it has ended by itself.
     pub fn check_alive(&mut self) -> Outcome<()> {
         match self.process.try_wait()? {
@@ -72,8 +77,23 @@ impl Child {
         }
     }
 
-    pub fn pid(&self) -> u32 {
+    fn pid(&self) -> u32 {
         self.process.id()
+    }
+
+    /// What it has used so far of the CPU, user and system, in seconds.
+    pub fn cpu_seconds(&self) -> f64 {
+        // Fields 14 and 15, in ticks of 10 ms; the name before them may hold spaces.
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap_or_default();
+        let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace().skip(11).take(2);
+        fields.filter_map(|ticks| ticks.parse::<f64>().ok()).sum::<f64>() / 100.0
+    }
+
+    /// Its memory: `VmRSS` just now, or `VmHWM` the most it ever had. NaN when it has ended.
+    pub fn memory_mib(&self, which: &str) -> f64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid())).unwrap_or_default();
+        let line = status.lines().find_map(|line| line.strip_prefix(which)?.strip_prefix(':'));
+        line.and_then(|text| text.trim().strip_suffix(" kB")?.parse::<f64>().ok()).unwrap_or(f64::NAN) / 1024.0
     }
 
     /// The rest of the next line that starts so.
@@ -90,15 +110,29 @@ impl Child {
         Ok(self.line(word)?.parse()?)
     }
 
+    /// The numbers of all lines that start so and have come by now; other lines are dropped.
+    pub fn heard(&self, word: &str) -> Vec<f64> {
+        self.lines.try_iter().filter_map(|line| line.strip_prefix(word)?.trim().parse().ok()).collect()
+    }
+
     /// The numbers of all lines that start so, until `end`.
     pub fn numbers(&self, word: &str) -> Outcome<Vec<f64>> {
-        let mut numbers = Vec::new();
+        let [numbers] = self.several([word])?;
+        Ok(numbers)
+    }
+
+    /// The numbers of all lines that start with one of these, until `end`.
+    pub fn several<const N: usize>(&self, words: [&str; N]) -> Outcome<[Vec<f64>; N]> {
+        let mut numbers = [const { Vec::new() }; N];
         loop {
-            let line = self.lines.recv_timeout(PATIENCE).map_err(|_| format!("it ended, or never said: {word}"))?;
-            match line.strip_prefix(word) {
-                Some(number) => numbers.push(number.trim().parse()?),
-                None if line == "end" => return Ok(numbers),
-                None => {}
+            let line = self.lines.recv_timeout(PATIENCE).map_err(|_| "it ended, or never came to an end")?;
+            if line == "end" {
+                return Ok(numbers);
+            }
+            for (word, numbers) in words.iter().zip(&mut numbers) {
+                if let Some(number) = line.strip_prefix(word) {
+                    numbers.push(number.trim().parse()?);
+                }
             }
         }
     }

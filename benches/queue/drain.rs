@@ -3,16 +3,18 @@
 use std::time::Duration;
 
 use jobrequest::queue::{Channel, Listener, Queue, Settings};
-use sqlx::{Connection, PgConnection};
+use sqlx::Connection;
+use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep};
 
-use crate::Outcome;
 use crate::child::Child;
 use crate::contenders::Contender;
-use crate::database::{Load, Server, assert_kept};
+use crate::database::{Server, assert_kept};
+use crate::load::Load;
 use crate::ours::LEASE;
+use crate::{Outcome, quotient};
 
-const LIMIT: Duration = Duration::from_secs(600);
+const LIMIT: Duration = Duration::from_secs(240);
 /// The product's mirror reads no faster.
 const FEED_GAP: Duration = Duration::from_millis(10);
 const FEED_PAGE: i64 = 500;
@@ -21,16 +23,80 @@ pub struct Drain {
     pub jobs_per_second: f64,
     /// Of the queue's own processes, in seconds of CPU per million jobs.
     pub worker_cpu: f64,
+    /// The most memory that one of the processes ever had.
+    pub peak_mib: f64,
+    pub pace: Pace,
+}
+
+/// When the executors had run so much of the backlog, each job's first attempt counted.
+#[derive(Default)]
+pub struct Pace {
+    /// The first report: how many there were already.
+    first: Option<(Instant, u64)>,
+    /// After one tenth, two tenths, ... all.
+    tenths: Vec<(Instant, u64)>,
+    jobs: u64,
+    start: Option<Instant>,
+}
+
+impl Pace {
+    fn look(&mut self, done: u64) {
+        let now = Instant::now();
+        if done > 0 && self.first.is_none() {
+            self.first = Some((now, done));
+        }
+        while self.tenths.len() < 10 && done * 10 >= self.jobs * (self.tenths.len() as u64 + 1) {
+            self.tenths.push((now, done));
+        }
+    }
+
+    fn between(from: (Instant, u64), to: (Instant, u64)) -> f64 {
+        quotient(to.1.saturating_sub(from.1), (to.0 - from.0).as_secs_f64())
+    }
+
+    /// The rate of the last tenth against that of the first, whose start is the first report.
+    pub fn last_to_first(&self) -> Option<f64> {
+        let [first, .., before, last] = self.tenths.as_slice() else { return None };
+        Some(Self::between(*before, *last) / Self::between(self.first?, *first))
+    }
+
+    /// From the start until each job was run once.
+    pub fn average(&self) -> Option<f64> {
+        Some(Self::between((self.start?, 0), *self.tenths.get(9)?))
+    }
 }
 
 /// Drains a fresh copy of this load with so many processes.
-pub async fn drain(server: &Server, who: &Contender, load: Load, how: &str, processes: usize) -> Outcome<Drain> {
+pub async fn drain(server: &Server, who: &Contender, load: Load, how: &[&str], processes: usize) -> Outcome<Drain> {
     let database = server.fresh(who, load).await?;
-    let url = server.url(&database);
-    let mut watcher = server.connect(&database).await?;
+    let drained = drain_in(server, who, &database, load, how, processes, Meanwhile::default()).await?;
+    server.drop(&database).await?;
+    Ok(drained)
+}
+
+/// What else goes on during a drain.
+#[derive(Default)]
+pub struct Meanwhile {
+    /// Told when half of the load is done.
+    pub half: Option<oneshot::Sender<()>>,
+    /// How many jobs are enqueued then.
+    pub more: u64,
+}
+
+pub async fn drain_in(
+    server: &Server,
+    who: &Contender,
+    database: &str,
+    load: Load,
+    how: &[&str],
+    processes: usize,
+    mut meanwhile: Meanwhile,
+) -> Outcome<Drain> {
+    let url = server.url(database);
+    let mut watcher = server.connect(database).await?;
     let mut children = Vec::new();
     for _ in 0..processes {
-        children.push(Child::start(who, &[how], &url)?);
+        children.push(Child::start(who, how, &url)?);
     }
     for child in &children {
         child.ready()?;
@@ -40,8 +106,35 @@ pub async fn drain(server: &Server, who: &Contender, load: Load, how: &str, proc
     for child in &mut children {
         child.go()?;
     }
-    let end = wait_for_end(&mut watcher, who, &mut children, load.jobs(), start + LIMIT).await?;
-    let cpu: f64 = children.iter().map(|child| cpu_seconds(child.pid())).sum();
+    let mut pace = Pace { jobs: load.jobs(), start: Some(start), ..Pace::default() };
+    let jobs = load.jobs() + meanwhile.more;
+    // Until all executors have run, only their own counts are looked at: looking into the database costs it something.
+    loop {
+        let done = children.iter().map(Child::done).sum::<u64>();
+        pace.look(done);
+        if done * 2 >= load.jobs()
+            && let Some(half) = meanwhile.half.take()
+        {
+            half.send(()).map_err(|()| "nobody waited for the half")?;
+        }
+        if done >= jobs {
+            break;
+        }
+        check_limit(start + LIMIT, who, &mut children)?;
+        sleep(Duration::from_millis(1)).await;
+    }
+    let end = loop {
+        // What this statement sees was committed before it was sent.
+        let sent = Instant::now();
+        let (left,): (bool,) = sqlx::query_as(who.left).fetch_one(&mut watcher).await?;
+        if !left {
+            break sent;
+        }
+        check_limit(start + LIMIT, who, &mut children)?;
+        sleep(Duration::from_millis(1)).await;
+    };
+    let cpu: f64 = children.iter().map(Child::cpu_seconds).sum();
+    let peak_mib = children.iter().map(|child| child.memory_mib("VmHWM")).fold(0.0, f64::max);
     if let Some(feed) = feed {
         feed.abort();
     }
@@ -49,50 +142,30 @@ pub async fn drain(server: &Server, who: &Contender, load: Load, how: &str, proc
         child.tell_to_end();
     }
     if who.schema == "ours" {
-        if how == "drain" {
-            // Each process asks its own sessions, and fails if one is not synchronous.
-            let asked: Vec<f64> = children.iter().map(|child| child.number("synchronous")).collect::<Outcome<_>>()?;
-            if asked.contains(&0.0) {
-                return Err("a worker had no session to ask for its synchronous_commit".into());
-            }
+        if matches!(how, ["drain" | "one", ..]) {
+            assert_synchronous(&children)?;
         }
-        assert_kept(&mut watcher, load.jobs(), LEASE.as_secs()).await?;
+        assert_kept(&mut watcher, jobs, LEASE.as_secs()).await?;
     } else if let Some(succeeded) = who.succeeded {
         let (count,): (i64,) = sqlx::query_as(succeeded).fetch_one(&mut watcher).await?;
-        if u64::try_from(count)? != load.jobs() {
-            return Err(format!("{}: {count} of {} jobs succeeded at once", who.name, load.jobs()).into());
+        if u64::try_from(count)? != jobs {
+            return Err(format!("{}: {count} of {jobs} jobs succeeded at once", who.name).into());
         }
     }
     drop(children);
     watcher.close().await?;
-    server.drop(&database).await?;
-    #[expect(clippy::cast_precision_loss, reason = "far below 2^52 jobs")]
-    let jobs = load.jobs() as f64;
-    Ok(Drain { jobs_per_second: jobs / (end - start).as_secs_f64(), worker_cpu: cpu / jobs * 1e6 })
+    let jobs_per_second = quotient(jobs, (end - start).as_secs_f64());
+    Ok(Drain { jobs_per_second, worker_cpu: cpu * 1e6 / quotient(jobs, 1.0), peak_mib, pace })
 }
 
-/// Until all executors have run, only their own counts are looked at: looking into the database costs it something.
-async fn wait_for_end(
-    watcher: &mut PgConnection,
-    who: &Contender,
-    children: &mut [Child],
-    jobs: u64,
-    limit: Instant,
-) -> Outcome<Instant> {
-    while children.iter().map(Child::done).sum::<u64>() < jobs {
-        check_limit(limit, who, children)?;
-        sleep(Duration::from_millis(1)).await;
-    }
-    loop {
-        // What this statement sees was committed before it was sent.
-        let sent = Instant::now();
-        let (left,): (bool,) = sqlx::query_as(who.left).fetch_one(&mut *watcher).await?;
-        if !left {
-            return Ok(sent);
+/// Each process that was told to end asks its own sessions, and fails if one is not synchronous.
+pub fn assert_synchronous(children: &[Child]) -> Outcome<()> {
+    for child in children {
+        if child.number("synchronous")? < 1.0 {
+            return Err("a worker had no session to ask for its synchronous_commit".into());
         }
-        check_limit(limit, who, children)?;
-        sleep(Duration::from_millis(1)).await;
     }
+    Ok(())
 }
 
 fn check_limit(limit: Instant, who: &Contender, children: &mut [Child]) -> Outcome<()> {
@@ -115,12 +188,4 @@ async fn read_feed(url: String) -> Outcome<()> {
         (_, after) = queue.due(after, FEED_PAGE).await?;
         sleep(FEED_GAP).await;
     }
-}
-
-/// What a process has used so far, user and system.
-pub fn cpu_seconds(pid: u32) -> f64 {
-    // Fields 14 and 15, in ticks of 10 ms; the name before them may hold spaces.
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace().skip(11).take(2);
-    fields.filter_map(|ticks| ticks.parse::<f64>().ok()).sum::<f64>() / 100.0
 }

@@ -3,24 +3,28 @@
 use std::fmt::Write as _;
 use std::fs;
 use std::path::PathBuf;
+use std::process::Command;
 
 use serde::Serialize;
 use serde_json::json;
 
 use crate::bars::{Bar, DRAIN, Results};
 use crate::database::Server;
+use crate::plan::Size;
 use crate::{Outcome, ours, svg};
 
 /// Where the figures come from.
 #[derive(Serialize)]
 pub struct Machine {
+    /// Of the queue: its version, its sources, how it was compiled.
+    pub build: String,
     cpu: String,
     cores: usize,
     memory_gib: u64,
     postgres: String,
     shared_buffers: String,
     /// Of one minute, before the first measurement: above 0.5 something else ran.
-    load_before: f64,
+    pub load_before: f64,
 }
 
 impl Machine {
@@ -38,6 +42,7 @@ impl Machine {
         let kib: u64 =
             after_colon(read("/proc/meminfo"), "MemTotal").trim_end_matches(" kB").parse().unwrap_or_default();
         let machine = Self {
+            build: build(),
             cpu: after_colon(read("/proc/cpuinfo"), "model name"),
             cores: std::thread::available_parallelism()?.get(),
             memory_gib: kib.div_ceil(1024 * 1024),
@@ -50,6 +55,14 @@ impl Machine {
         }
         Ok(machine)
     }
+}
+
+fn build() -> String {
+    let git =
+        Command::new("git").args(["describe", "--always", "--dirty"]).current_dir(env!("CARGO_MANIFEST_DIR")).output();
+    let sources = git.ok().filter(|said| said.status.success()).and_then(|said| String::from_utf8(said.stdout).ok());
+    let profile = if cfg!(debug_assertions) { "DEBUG" } else { "release" };
+    format!("{} at {}, {profile}", env!("CARGO_PKG_VERSION"), sources.as_deref().map_or("sources unknown", str::trim))
 }
 
 pub fn print(results: &Results, bars: &[Bar]) {
@@ -101,9 +114,9 @@ fn number(value: f64) -> String {
 }
 
 /// A full run's figures go into docs/, a quick one's into target/.
-pub fn write(machine: &Machine, results: &Results, bars: &[Bar], quick: bool) -> Outcome<()> {
+pub fn write(machine: &Machine, size: &Size, results: &Results, bars: &[Bar]) -> Outcome<()> {
     let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-    let docs = root.join(if quick { "target/bench" } else { "docs" });
+    let docs = root.join(if size.whole { "docs" } else { "target/bench" });
     let figures = docs.join("figures");
     fs::create_dir_all(&figures)?;
     let verdicts: Vec<_> = bars
@@ -115,7 +128,7 @@ pub fn write(machine: &Machine, results: &Results, bars: &[Bar], quick: bool) ->
         })
         .collect();
     let whole = json!({
-        "machine": machine, "worker": ours::settings(), "size": if quick { "quick" } else { "full" },
+        "machine": machine, "worker": ours::settings(), "size": size,
         "series": results.series, "bars": verdicts,
     });
     fs::write(figures.join("queue.json"), format!("{whole:#}\n"))?;
@@ -123,19 +136,22 @@ pub fn write(machine: &Machine, results: &Results, bars: &[Bar], quick: bool) ->
         figures.join("queue.svg"),
         svg::bars("No-op jobs drained, a second", &results.of(DRAIN).collect::<Vec<_>>()),
     )?;
-    let Machine { cpu, cores, memory_gib, postgres, shared_buffers, load_before } = machine;
+    let Machine { build, cpu, cores, memory_gib, postgres, shared_buffers, load_before } = machine;
     let page = format!(
         "# Figures\n\n\
-        Written by `make bench`; not edited. One run, interleaved rounds, durable commits, one Postgres {postgres} \
+        Written by `make bench`; not edited. One run ({}), interleaved rounds, durable commits, one Postgres {postgres} \
         (shared_buffers {shared_buffers}, otherwise its defaults) that shares {cores} cores ({cpu}) and {memory_gib} GiB \
         with the queue that is measured; load before the run {load_before}. Only ratios within a run count.\n\n\
         ![Jobs drained a second](figures/queue.svg)\n\n\
         ## Bars\n\n{}\n## Measured\n\n{}\n\
-        The worker's settings, for every bar: `{}`. Drains count from the worker's start to the last finish committed, \
+        The build, for every bar: {build}. The worker's settings, for every bar: `{}`. Size of the run: `{}`.\n\n\
+        Drains count from the worker's start to the last finish committed, \
         seen from another connection. Start latency counts from before the enqueue's call to the executor's start.\n",
+        size.name,
         judged(bars),
         measured(results),
         ours::settings(),
+        serde_json::to_string(size)?,
     );
     fs::write(docs.join("figures.md"), page)?;
     eprintln!("written: {}", docs.join("figures.md").display());

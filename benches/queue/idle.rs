@@ -8,8 +8,8 @@ use tokio::time::sleep;
 use crate::Outcome;
 use crate::child::Child;
 use crate::contenders::Contender;
-use crate::database::{Load, Server};
-use crate::drain::cpu_seconds;
+use crate::database::Server;
+use crate::load::Load;
 
 pub struct Idle {
     pub queries_per_second: f64,
@@ -34,9 +34,9 @@ pub async fn idle(server: &Server, who: &Contender, time: Duration) -> Outcome<I
     child.go()?;
     sleep(SETTLE).await;
     sqlx::raw_sql("SELECT pg_stat_statements_reset()").execute(&mut watcher).await?;
-    let before = cpu_seconds(child.pid());
+    let before = child.cpu_seconds();
     sleep(time).await;
-    let used = cpu_seconds(child.pid()) - before;
+    let used = child.cpu_seconds() - before;
     // The watcher's own session is from before the setting, so it isn't counted.
     let (calls,): (f64,) = sqlx::query_as(
         "SELECT coalesce(sum(calls), 0)::float8 FROM pg_stat_statements \
@@ -44,17 +44,10 @@ pub async fn idle(server: &Server, who: &Contender, time: Duration) -> Outcome<I
     )
     .fetch_one(&mut watcher)
     .await?;
-    let rss_mib = rss_mib(child.pid());
+    let rss_mib = child.memory_mib("VmRSS");
     drop(child);
     watcher.close().await?;
     server.drop(&database).await?;
     let seconds = time.as_secs_f64();
     Ok(Idle { queries_per_second: calls / seconds, rss_mib, cpu_percent: used / seconds * 100.0 })
-}
-
-fn rss_mib(pid: u32) -> f64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let kib =
-        status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB")?.parse::<f64>().ok());
-    kib.unwrap_or(f64::NAN) / 1024.0
 }

@@ -11,16 +11,21 @@
 //! tests/cluster/bench builds the programs and starts Postgres; it says which settings there are.
 
 mod bars;
+mod behind;
 mod child;
+mod claim;
 mod contenders;
 mod database;
 mod drain;
 mod figures;
+mod held;
 mod idle;
+mod load;
 mod ours;
 mod plan;
 #[path = "../protocol.rs"]
 mod protocol;
+mod row;
 mod small;
 mod svg;
 
@@ -29,6 +34,19 @@ use std::process::ExitCode;
 /// What went wrong, in one line.
 type Failed = Box<dyn std::error::Error + Send + Sync>;
 type Outcome<T> = Result<T, Failed>;
+
+/// So many by this.
+fn quotient(jobs: u64, by: f64) -> f64 {
+    #[expect(clippy::cast_precision_loss, reason = "far below 2^52 jobs")]
+    let jobs = jobs as f64;
+    jobs / by
+}
+
+/// The value below which this share of them lies, in percent; they are sorted on the way.
+fn percentile(values: &mut [f64], share: usize) -> Option<f64> {
+    values.sort_unstable_by(f64::total_cmp);
+    values.get(values.len().checked_sub(1)? * share / 100).copied()
+}
 
 fn main() -> ExitCode {
     // Cargo adds `--bench`.

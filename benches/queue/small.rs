@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use crate::Outcome;
 use crate::child::Child;
 use crate::contenders::Contender;
-use crate::database::{Load, Server};
+use crate::database::Server;
+use crate::load::Load;
+use crate::{Outcome, percentile, quotient};
 
 pub const EVERY: Duration = Duration::from_millis(50);
 pub const CONNECTIONS: u64 = 16;
@@ -28,9 +29,7 @@ async fn timed(server: &Server, who: &Contender, jobs: u64, command: &[&str]) ->
     let seconds = child.number("seconds")?;
     drop(child);
     server.drop(&database).await?;
-    #[expect(clippy::cast_precision_loss, reason = "far below 2^52 jobs")]
-    let jobs = jobs as f64;
-    Ok(jobs / seconds)
+    Ok(quotient(jobs, seconds))
 }
 
 /// From before a job's enqueue to its executor's start, in milliseconds: the median and the 99th percentile of one job
@@ -47,7 +46,6 @@ pub async fn start_latency(server: &Server, who: &Contender, jobs: u64) -> Outco
     if waited.len() as u64 != jobs {
         return Err(format!("{}: {} of {jobs} jobs started", who.name, waited.len()).into());
     }
-    waited.sort_unstable_by(f64::total_cmp);
-    let at = |share: usize| waited[(waited.len() - 1) * share / 100] / 1000.0;
-    Ok((at(50), at(99)))
+    let mut at = |share: usize| percentile(&mut waited, share).ok_or("nothing was measured");
+    Ok((at(50)? / 1000.0, at(99)? / 1000.0))
 }
