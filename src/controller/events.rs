@@ -67,7 +67,10 @@ pub(super) fn of_change(old: &JobRequestStatus, new: &JobRequestStatus, deleting
         let note = "runs again because a person asked for it; attempts count from zero";
         news.push(News::normal(Reason::Retried, "Retry", note));
     }
+    // Whoever deletes a job sees it go, and has been told if that takes its time.
+    let goes = deleting && new.phase == Some(Phase::Cancelled);
     if ended_badly(new.phase)
+        && !goes
         && (again || old.phase != new.phase)
         && let Some(failed) = condition(new, "Failed")
         && let Some(reason) = Reason::of(failed)
