@@ -77,6 +77,13 @@ pub struct JobRequestStatus {
     pub conditions: Vec<Condition>,
 }
 
+impl JobRequestStatus {
+    /// The condition of this type, if it is there.
+    pub fn condition(&self, type_: &str) -> Option<&Condition> {
+        self.conditions.iter().find(|condition| condition.type_ == type_)
+    }
+}
+
 /// One attempt.
 #[derive(Serialize, Deserialize, JsonSchema, Clone, Debug, Default, PartialEq)]
 #[serde(rename_all = "camelCase")]

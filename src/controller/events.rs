@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::events::v1::Event;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, MicroTime};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{ObjectMeta, PostParams};
 use kube::{Api, Client, Resource, ResourceExt};
@@ -72,7 +72,7 @@ pub(super) fn of_change(old: &JobRequestStatus, new: &JobRequestStatus, deleting
     if ended_badly(new.phase)
         && !goes
         && (again || old.phase != new.phase)
-        && let Some(failed) = condition(new, "Failed")
+        && let Some(failed) = new.condition("Failed")
         && let Some(reason) = Reason::of(failed)
     {
         news.push(match new.phase {
@@ -81,16 +81,13 @@ pub(super) fn of_change(old: &JobRequestStatus, new: &JobRequestStatus, deleting
             _ => News::warning(reason, "Run", &failed.message),
         });
     }
-    let cancelling = |status| condition(status, "Ready").and_then(Reason::of) == Some(Reason::Cancelling);
+    let cancelling =
+        |status: &JobRequestStatus| status.condition("Ready").and_then(Reason::of) == Some(Reason::Cancelling);
     if deleting && cancelling(new) && !cancelling(old) {
         let note = "the worker has been told to stop; the resource goes when the job has ended";
         news.push(News::normal(Reason::Cancelling, "Cancel", note));
     }
     news
-}
-
-fn condition<'a>(status: &'a JobRequestStatus, type_: &str) -> Option<&'a Condition> {
-    status.conditions.iter().find(|condition| condition.type_ == type_)
 }
 
 /// Where news are handed in; clones are the same.

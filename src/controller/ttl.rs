@@ -41,8 +41,7 @@ pub(super) async fn expire(object: &JobRequest, is_news: bool, context: &Context
 
 /// When it ended. Where no row says so (it was rejected, or its row is lost), since when it shows that.
 fn ended_at(status: &JobRequestStatus) -> Option<&Time> {
-    let failed = || status.conditions.iter().find(|condition| condition.type_ == "Failed");
-    status.finished_at.as_ref().or_else(|| failed().map(|condition| &condition.last_transition_time))
+    status.finished_at.as_ref().or_else(|| status.condition("Failed").map(|failed| &failed.last_transition_time))
 }
 
 /// How long the resource stays after its end; none for ever.

@@ -233,6 +233,7 @@ impl Queue {
     }
 }
 
-fn columns(leases: &[Lease]) -> (Vec<Uuid>, Vec<Uuid>) {
+/// As columns of ids and tokens.
+pub(super) fn columns(leases: &[Lease]) -> (Vec<Uuid>, Vec<Uuid>) {
     leases.iter().map(|lease| (lease.id, lease.token)).unzip()
 }

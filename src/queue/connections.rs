@@ -16,10 +16,16 @@ use sqlx::error::BoxDynError;
 use sqlx::postgres::{PgArguments, PgConnection, PgPool, PgQueryResult, PgRow, PgStatement, PgTypeInfo};
 use sqlx::{Describe, Either, Error, Execute, Executor, Postgres, SqlStr};
 
+macro_rules! by_id {
+    () => {
+        "BEGIN; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off; SET LOCAL enable_seqscan = off"
+    };
+}
 /// Begins a transaction whose statements find each row by its id. What Postgres knows of a growing table, and guesses
 /// of an array's length, may else tell it to read the whole table instead.
-pub(super) const BY_ID: &str =
-    "BEGIN; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off; SET LOCAL enable_seqscan = off";
+pub(super) const BY_ID: &str = by_id!();
+/// As [`BY_ID`], and waits for no lock longer than this.
+pub(super) const BY_ID_WAITING: &str = concat!(by_id!(), "; SET LOCAL lock_timeout = '200ms'");
 
 type Step = Either<PgQueryResult, PgRow>;
 

@@ -15,17 +15,15 @@ use sqlx::postgres::{PgArguments, Postgres};
 use sqlx::query::QueryAs;
 use uuid::Uuid;
 
+use super::claim::columns;
 use super::claimed::{ClaimedJob, Lease};
-use super::connections::BY_ID;
+use super::connections::{BY_ID, BY_ID_WAITING};
 use super::error::{Error, Result};
 use super::finish::{AttemptEnd, AttemptFailure, ERROR_MAX_BYTES, Finish, Unfinished, read_status};
 use super::{Channel, Queue};
 use crate::job::{Cause, Next, Outcome, Status, decide};
 use crate::text::{storable, storable_json};
 
-/// As [`BY_ID`], and waits for no row longer than this.
-const BY_ID_WAITING: &str = "BEGIN; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off; \
-    SET LOCAL enable_seqscan = off; SET LOCAL lock_timeout = '200ms'";
 /// So few are locked first, in one request.
 const FEW: usize = 16;
 /// How long batches lock first after one that waited too long.
@@ -162,7 +160,7 @@ impl Queue {
     /// Where the rows of these leases stand, if their token is still the lease's: running when somebody held the row,
     /// else what an earlier try of the finish made of it. A lease that is not in the answer is lost.
     async fn why_missing(&self, leases: &[Lease]) -> Result<Hits> {
-        let (ids, tokens): (Vec<Uuid>, Vec<Uuid>) = leases.iter().map(|lease| (lease.id, lease.token)).unzip();
+        let (ids, tokens) = columns(leases);
         let mut tx = self.pool.begin_with(BY_ID).await?;
         let rows = sqlx::query_as(
             "SELECT j.id, j.claim_token, j.status FROM jobs j \

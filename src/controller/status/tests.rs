@@ -56,10 +56,6 @@ fn shown_for(job: &Job) -> JobRequestStatus {
     render(&JobRequestStatus::default(), Some(4), false, &Standing::Row { job, shared: false }, now())
 }
 
-fn condition<'a>(status: &'a JobRequestStatus, type_: &str) -> Option<&'a Condition> {
-    status.conditions.iter().find(|c| c.type_ == type_)
-}
-
 #[test]
 fn a_status_that_is_read_back_is_not_written_again() {
     let fraction = |second| at(second) + chrono::TimeDelta::microseconds(123_456);
@@ -92,7 +88,7 @@ fn ready_is_true_on_success_alone_and_a_bad_end_is_stalled_and_failed() {
     for state in every_state() {
         let status = shown_for(&job(state));
         let phase = status.phase.expect("a phase");
-        let is = |type_| condition(&status, type_).map(|c| c.status.as_str());
+        let is = |type_| status.condition(type_).map(|c| c.status.as_str());
         let succeeded = phase == Phase::Succeeded;
         let ended_badly = phase.is_terminal() && !succeeded;
         assert_eq!(is("Ready"), Some(if succeeded { "True" } else { "False" }), "{phase:?}");
@@ -123,10 +119,10 @@ fn a_condition_keeps_its_time_while_its_status_stays() {
     let running = job(JobState::Running { worker: "w".into(), since: at(1), cancel_requested: false });
     let later = time(at(59)).0;
     let status = render(&waiting, Some(5), false, &Standing::Row { job: &running, shared: false }, later);
-    assert_eq!(condition(&status, "Ready").expect("Ready").last_transition_time, Time(now()));
+    assert_eq!(status.condition("Ready").expect("Ready").last_transition_time, Time(now()));
     let done = job(JobState::Succeeded { at: at(2), result: Value::Null });
     let status = render(&status, Some(5), false, &Standing::Row { job: &done, shared: false }, later);
-    assert_eq!(condition(&status, "Ready").expect("Ready").last_transition_time, Time(later));
+    assert_eq!(status.condition("Ready").expect("Ready").last_transition_time, Time(later));
 }
 
 #[test]
@@ -136,7 +132,7 @@ fn a_rejected_resource_says_why_and_stops_everybody_who_waits() {
     let status = render(&JobRequestStatus::default(), Some(1), false, &standing, now());
     assert_eq!(status.phase, Some(Phase::Rejected));
     for (type_, is) in [("Accepted", "False"), ("Ready", "False"), ("Stalled", "True"), ("Failed", "True")] {
-        let condition = condition(&status, type_).expect(type_);
+        let condition = status.condition(type_).expect(type_);
         assert_eq!((condition.status.as_str(), condition.reason.as_str()), (is, "PayloadInvalid"), "{type_}");
     }
 }
@@ -147,10 +143,10 @@ fn a_database_that_is_away_leaves_what_was_known() {
     let known = shown_for(&running);
     let status = render(&known, Some(4), true, &Standing::DatabaseUnavailable, now());
     assert_eq!((status.phase, status.job_id.as_ref()), (known.phase, known.job_id.as_ref()));
-    assert_eq!(condition(&status, "Ready").expect("Ready").reason, "DatabaseUnavailable");
-    assert_eq!(condition(&status, "Accepted").expect("Accepted").status, "True");
+    assert_eq!(status.condition("Ready").expect("Ready").reason, "DatabaseUnavailable");
+    assert_eq!(status.condition("Accepted").expect("Accepted").status, "True");
     let fresh = render(&JobRequestStatus::default(), Some(1), false, &Standing::DatabaseUnavailable, now());
-    assert_eq!(condition(&fresh, "Accepted").expect("Accepted").status, "Unknown");
+    assert_eq!(fresh.condition("Accepted").expect("Accepted").status, "Unknown");
 }
 
 #[test]
@@ -195,7 +191,7 @@ fn what_a_person_sees_of_a_retrying_job() {
 
 /// What kstatus makes of a status, by its published rules for kinds that it does not know.
 fn kstatus(status: &JobRequestStatus, generation: i64) -> &'static str {
-    let is = |type_, value| condition(status, type_).is_some_and(|c| c.status == value);
+    let is = |type_, value| status.condition(type_).is_some_and(|c| c.status == value);
     if status.observed_generation != Some(generation) || is("Reconciling", "True") {
         "InProgress"
     } else if is("Stalled", "True") {
