@@ -52,14 +52,6 @@ async fn until_hits(sink: &Sink, hits: usize) {
     until("the receiver is called", async || sink.hits().len() >= hits).await;
 }
 
-async fn until_status(db: &Database, id: Uuid, wanted: &str) {
-    until(&format!("the job is {wanted}"), async || db.status(id).await == wanted).await;
-}
-
-async fn attempts(db: &Database, id: Uuid) -> i32 {
-    db.value(&format!("SELECT attempts FROM jobs WHERE id = '{id}'")).await
-}
-
 #[tokio::test]
 async fn a_job_whose_worker_is_killed_runs_again_on_another_worker() {
     let (db, sink) = (Database::new().await, Sink::start().await);
@@ -75,8 +67,8 @@ async fn a_job_whose_worker_is_killed_runs_again_on_another_worker() {
         sink.url("/ok")
     ))
     .await;
-    until_status(&db, id, "succeeded").await;
-    assert_eq!((attempts(&db, id).await, sink.hits().len()), (2, 2));
+    db.until_status(id, "succeeded", PATIENCE).await;
+    assert_eq!((db.attempts(id).await, sink.hits().len()), (2, 2));
     let outcomes: String = db
         .value(&format!(
             "SELECT string_agg(h ->> 'outcome', ',') FROM jobs, jsonb_array_elements(history) h WHERE id = '{id}'"
@@ -93,8 +85,8 @@ async fn a_job_whose_worker_is_killed_on_its_last_attempt_fails_and_never_runs_a
     until_hits(&sink, 1).await;
     killed.kill();
     let _other = worker(&db, &[]);
-    until_status(&db, id, "failed_permanent").await;
-    assert_eq!((attempts(&db, id).await, sink.hits().len()), (1, 1));
+    db.until_status(id, "failed_permanent", PATIENCE).await;
+    assert_eq!((db.attempts(id).await, sink.hits().len()), (1, 1));
 }
 
 #[tokio::test]
@@ -107,7 +99,7 @@ async fn a_worker_told_to_end_hands_its_job_back_within_the_grace_and_exits_well
     worker.signal("TERM");
     assert_eq!(ended(worker.exit().await), "code 0", "{}", worker.log());
     assert!(asked.elapsed() < Duration::from_secs(3), "{:?}", asked.elapsed());
-    assert_eq!((db.status(id).await.as_str(), attempts(&db, id).await), ("queued", 0));
+    assert_eq!((db.status(id).await.as_str(), db.attempts(id).await), ("queued", 0));
 }
 
 #[tokio::test]
@@ -165,7 +157,7 @@ async fn a_worker_whose_database_goes_away_waits_quietly_and_is_soon_ready_when_
     proxy.set(Way::Open);
     worker.until("/readyz", 200).await;
     let id = webhook(&db, &sink.url("/ok"), 3).await;
-    until_status(&db, id, "succeeded").await;
+    db.until_status(id, "succeeded", PATIENCE).await;
     assert!(back.elapsed() < Duration::from_secs(30), "{:?}", back.elapsed());
 }
 
@@ -202,14 +194,14 @@ async fn a_worker_whose_wall_clock_is_ten_minutes_wrong_goes_by_the_databases() 
         until("two leases are over", async || db.value(&renewed).await).await;
         drop(right);
         let failing = webhook(&db, &sink.url("/code/500"), 100).await;
-        until_status(&db, failing, "retrying").await;
+        db.until_status(failing, "retrying", PATIENCE).await;
         let wait: f64 = db
             .value(&format!("SELECT extract(epoch FROM run_at - updated_at)::float8 FROM jobs WHERE id = '{failing}'"))
             .await;
         assert!((5.0..=15.0).contains(&wait), "{wrong_by}: {wait} s after the first attempt");
         sink.open("long");
-        until_status(&db, long, "succeeded").await;
-        assert_eq!((attempts(&db, long).await, sink.count("/gate/long")), (1, 1), "{wrong_by}");
+        db.until_status(long, "succeeded", PATIENCE).await;
+        assert_eq!((db.attempts(long).await, sink.count("/gate/long")), (1, 1), "{wrong_by}");
         let told: i64 = sink.hits()[0].header("webhook-timestamp").parse().expect("a time");
         let off = told - chrono::Utc::now().timestamp();
         assert!((off - wrong_by.parse::<i64>().expect("a number")).abs() < 120, "its clock is wrong: by {off} s");

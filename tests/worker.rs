@@ -29,24 +29,8 @@ async fn enqueue(queue: &Queue, new: NewJob) -> Uuid {
     queue.enqueue(&new).await.expect("it is enqueued").id()
 }
 
-async fn until_status(db: &Database, id: Uuid, wanted: &str) {
-    let started = Instant::now();
-    loop {
-        let status = db.status(id).await;
-        if status == wanted {
-            return;
-        }
-        assert!(started.elapsed() < PATIENCE, "the job is {status}, not {wanted}: {}", db.row(id).await);
-        sleep(Duration::from_millis(5)).await;
-    }
-}
-
 async fn last_error(db: &Database, id: Uuid) -> String {
     db.value::<Option<String>>(&format!("SELECT last_error FROM jobs WHERE id = '{id}'")).await.unwrap_or_default()
-}
-
-async fn attempts(db: &Database, id: Uuid) -> i32 {
-    db.value(&format!("SELECT attempts FROM jobs WHERE id = '{id}'")).await
 }
 
 #[tokio::test]
@@ -58,9 +42,9 @@ async fn a_job_that_is_cancelled_and_then_fails_is_cancelled_and_never_runs_agai
     let id = enqueue(&queue, job()).await;
     stage.until_started().await;
     assert_eq!(queue.request_cancel(id).await.expect("answered"), CancelOutcome::PendingOnWorker);
-    until_status(&db, id, "cancelled").await;
+    db.until_status(id, "cancelled", PATIENCE).await;
     worker.end().await;
-    assert_eq!((stage.runs(), attempts(&db, id).await), (1, 1));
+    assert_eq!((stage.runs(), db.attempts(id).await), (1, 1));
 }
 
 #[tokio::test]
@@ -84,10 +68,10 @@ async fn a_job_longer_than_its_lease_runs_once_while_its_lease_is_renewed() {
         sleep(Duration::from_millis(20)).await;
     }
     stage.let_go(1);
-    until_status(&db, id, "succeeded").await;
+    db.until_status(id, "succeeded", PATIENCE).await;
     one.end().await;
     two.end().await;
-    assert_eq!((stage.runs(), attempts(&db, id).await), (1, 1));
+    assert_eq!((stage.runs(), db.attempts(id).await), (1, 1));
 }
 
 #[tokio::test]
@@ -105,8 +89,8 @@ async fn a_worker_that_was_there_all_along_takes_what_another_left_behind() {
     db.end_lease(gone).await;
     db.run(&format!("UPDATE jobs SET locked_at = NULL WHERE id = '{nameless}'")).await;
     for id in [gone, nameless] {
-        until_status(&db, id, "succeeded").await;
-        assert_eq!(attempts(&db, id).await, 2);
+        db.until_status(id, "succeeded", PATIENCE).await;
+        assert_eq!(db.attempts(id).await, 2);
     }
     worker.end().await;
 }
@@ -121,8 +105,8 @@ async fn a_worker_with_a_dead_ones_name_does_not_mistake_its_job_for_its_own() {
     drop(claim_as(&queue, "pod-0").await);
     let worker = Running::start(&queue, stage.registry(), |b| b.name("pod-0"));
     // Nobody renews the lease, so it ends by itself.
-    until_status(&db, id, "succeeded").await;
-    assert_eq!((stage.runs(), attempts(&db, id).await), (1, 2));
+    db.until_status(id, "succeeded", PATIENCE).await;
+    assert_eq!((stage.runs(), db.attempts(id).await), (1, 2));
     worker.end().await;
 }
 
@@ -134,9 +118,9 @@ async fn a_job_whose_worker_died_on_its_last_attempt_never_runs_again() {
     let id = enqueue(&queue, NewJob { max_attempts: 1, ..job() }).await;
     drop(claim_as(&queue, "dead").await);
     let worker = Running::start(&queue, stage.registry(), |b| b);
-    until_status(&db, id, "failed_permanent").await;
+    db.until_status(id, "failed_permanent", PATIENCE).await;
     worker.end().await;
-    assert_eq!((stage.runs(), attempts(&db, id).await), (0, 1));
+    assert_eq!((stage.runs(), db.attempts(id).await), (0, 1));
 }
 
 #[tokio::test]
@@ -150,7 +134,7 @@ async fn a_rescued_job_waits_its_back_off_like_a_failed_one() {
     let id = enqueue(&queue, job()).await;
     drop(claim(&queue).await);
     let worker = Running::start(&queue, stage.registry(), |b| b);
-    until_status(&db, id, "retrying").await;
+    db.until_status(id, "retrying", PATIENCE).await;
     let wait: f64 =
         db.value(&format!("SELECT extract(epoch FROM run_at - updated_at)::float8 FROM jobs WHERE id = '{id}'")).await;
     assert!((30.0..=60.0).contains(&wait), "{wait} s");
@@ -167,11 +151,11 @@ async fn a_panic_is_a_failed_attempt_and_the_worker_goes_on() {
     let registry = good.registry().with(bad.clone());
     let worker = Running::start(&queue, registry, |b| b.concurrency(1));
     let panics = enqueue(&queue, NewJob { max_attempts: 2, ..NewJob::new("bad_kind", json!(1)) }).await;
-    until_status(&db, panics, "failed_permanent").await;
+    db.until_status(panics, "failed_permanent", PATIENCE).await;
     assert_eq!(last_error(&db, panics).await, "the executor panicked: the test's own panic");
     for _ in 0..5 {
         let id = enqueue(&queue, job()).await;
-        until_status(&db, id, "succeeded").await;
+        db.until_status(id, "succeeded", PATIENCE).await;
     }
     worker.end().await;
     assert_eq!((bad.runs(), good.runs()), (2, 5));
@@ -188,8 +172,8 @@ async fn a_payload_that_the_executor_cannot_read_ends_its_job_and_delays_no_othe
     let good: Uuid = db.value(&id("<> '[1, 2]'")).await;
     let registry = Registry::new().with(jobrequest::kinds::summary::SummarizeText::default());
     let worker = Running::start(&queue, registry, |b| b.concurrency(1));
-    until_status(&db, good, "succeeded").await;
-    until_status(&db, bad, "failed_permanent").await;
+    db.until_status(good, "succeeded", PATIENCE).await;
+    db.until_status(bad, "failed_permanent", PATIENCE).await;
     assert!(last_error(&db, bad).await.starts_with("PayloadInvalid: "), "{}", last_error(&db, bad).await);
     worker.end().await;
 }
@@ -204,10 +188,10 @@ async fn a_kind_that_this_worker_does_not_know_stays_for_others() {
     let unwanted = enqueue(&queue, NewJob::new("other_kind", json!({}))).await;
     let known = enqueue(&queue, job()).await;
     let worker = Running::start(&queue, stage.registry().with(other), |b| b.kinds(["test_kind"]));
-    until_status(&db, known, "succeeded").await;
+    db.until_status(known, "succeeded", PATIENCE).await;
     worker.end().await;
     for id in [unknown, unwanted] {
-        assert_eq!((db.status(id).await.as_str(), attempts(&db, id).await), ("queued", 0));
+        assert_eq!((db.status(id).await.as_str(), db.attempts(id).await), ("queued", 0));
     }
 }
 
@@ -229,7 +213,7 @@ async fn the_seventieth_failure_waits_no_longer_than_the_cap() {
     let id = enqueue(&queue, NewJob { max_attempts: 100, ..job() }).await;
     db.run(&format!("UPDATE jobs SET attempts = 70 WHERE id = '{id}'")).await;
     let worker = Running::start(&queue, stage.registry(), |b| b);
-    until_status(&db, id, "retrying").await;
+    db.until_status(id, "retrying", PATIENCE).await;
     let wait: f64 =
         db.value(&format!("SELECT extract(epoch FROM run_at - finished_at)::float8 FROM jobs WHERE id = '{id}'")).await;
     assert!((1.0..=60.0).contains(&wait), "{wait} s");
@@ -247,7 +231,7 @@ async fn an_attempt_that_outlives_its_time_limit_is_dropped_and_fails() {
     let id = enqueue(&queue, NewJob { timeout_seconds: 1, max_attempts: 1, ..job() }).await;
     let gone = stage.until_gone().await - began;
     assert!(gone >= Duration::from_millis(900) && gone < 4 * SECOND, "{gone:?}");
-    until_status(&db, id, "failed_permanent").await;
+    db.until_status(id, "failed_permanent", PATIENCE).await;
     assert_eq!(last_error(&db, id).await, "Timeout: the attempt took longer than its time limit of 1 s");
     worker.end().await;
     assert_eq!(stage.runs(), 1);
@@ -295,7 +279,7 @@ async fn a_listening_worker_starts_a_job_and_hears_of_its_cancel_without_polling
     queue.request_cancel(id).await.expect("answered");
     stage.until_stopped().await;
     assert!(asked.elapsed() < 2 * SECOND, "{:?}", asked.elapsed());
-    until_status(&db, id, "cancelled").await;
+    db.until_status(id, "cancelled", PATIENCE).await;
     worker.end().await;
 }
 
@@ -312,7 +296,7 @@ async fn a_worker_that_hears_nothing_learns_of_a_cancel_within_two_seconds() {
     db.run(&format!("UPDATE jobs SET cancel_requested = true WHERE id = '{id}'")).await;
     stage.until_stopped().await;
     assert!(asked.elapsed() < 2 * SECOND, "{:?}", asked.elapsed());
-    until_status(&db, id, "cancelled").await;
+    db.until_status(id, "cancelled", PATIENCE).await;
     worker.end().await;
 }
 
@@ -330,10 +314,10 @@ async fn an_executor_deaf_to_a_cancel_is_dropped_unless_it_is_past_its_point_of_
         assert_eq!(queue.request_cancel(id).await.expect("answered"), CancelOutcome::PendingOnWorker);
     }
     committed.until_stopped().await;
-    until_status(&db, dropped, "cancelled").await;
+    db.until_status(dropped, "cancelled", PATIENCE).await;
     assert_eq!(db.status(let_be).await, "running", "the deaf one has had its grace, and so would this one");
     committed.let_go(1);
-    until_status(&db, let_be, "succeeded").await;
+    db.until_status(let_be, "succeeded", PATIENCE).await;
     worker.end().await;
 }
 
@@ -371,14 +355,14 @@ async fn a_shutdown_lets_jobs_end_and_hands_the_rest_back_free_of_cost() {
     worker.ask();
     let unclaimed = enqueue(&queue, job()).await;
     short.let_go(1);
-    until_status(&db, ends, "succeeded").await;
+    db.until_status(ends, "succeeded", PATIENCE).await;
     committed.until_stopped().await;
     committed.let_go(1);
-    until_status(&db, past_return, "succeeded").await;
+    db.until_status(past_return, "succeeded", PATIENCE).await;
     let took = worker.end().await;
     assert!(took < 2 * SECOND, "{took:?} more than was left of the grace");
-    assert_eq!((db.status(handed_back).await.as_str(), attempts(&db, handed_back).await), ("queued", 0));
-    assert_eq!((db.status(unclaimed).await.as_str(), attempts(&db, unclaimed).await), ("queued", 0));
+    assert_eq!((db.status(handed_back).await.as_str(), db.attempts(handed_back).await), ("queued", 0));
+    assert_eq!((db.status(unclaimed).await.as_str(), db.attempts(unclaimed).await), ("queued", 0));
     assert_eq!(short.runs(), 1, "a worker that ends claims nothing");
 }
 
@@ -393,7 +377,7 @@ async fn a_shutdown_waits_no_longer_than_its_pod_for_what_can_not_be_taken_back_
     worker.ask();
     let took = worker.end().await;
     assert!(took < 15 * SECOND, "{took:?} is more than the chart gives a Pod beyond the grace");
-    assert_eq!((db.status(id).await.as_str(), attempts(&db, id).await), ("retrying", 1));
+    assert_eq!((db.status(id).await.as_str(), db.attempts(id).await), ("retrying", 1));
     assert!(last_error(&db, id).await.starts_with("Interrupted: "), "{}", last_error(&db, id).await);
 }
 
@@ -408,8 +392,8 @@ async fn an_executor_that_never_yields_keeps_its_slot_and_holds_up_nothing_else(
     let stuck = enqueue(&queue, new).await;
     blocking.until_started().await;
     let id = enqueue(&queue, job()).await;
-    until_status(&db, id, "succeeded").await;
-    until_status(&db, stuck, "failed_permanent").await;
+    db.until_status(id, "succeeded", PATIENCE).await;
+    db.until_status(stuck, "failed_permanent", PATIENCE).await;
     blocking.let_go(1);
     worker.end().await;
 }
@@ -424,10 +408,10 @@ async fn a_claim_whose_reply_was_lost_is_taken_up_and_costs_no_attempt() {
     let id = enqueue(&db.queue(), job()).await;
     proxy.lose_the_reply_to(b"test_kind");
     let worker = Running::start(&queue, stage.registry(), |b| b);
-    until_status(&db, id, "succeeded").await;
+    db.until_status(id, "succeeded", PATIENCE).await;
     assert!(proxy.has_seen_it());
     worker.end().await;
-    assert_eq!((stage.runs(), attempts(&db, id).await), (1, 1));
+    assert_eq!((stage.runs(), db.attempts(id).await), (1, 1));
 }
 
 #[tokio::test]
@@ -439,11 +423,11 @@ async fn a_claim_whose_reply_was_lost_just_before_a_shutdown_is_given_back_at_no
     let id = enqueue(&db.queue(), NewJob { max_attempts: 1, ..job() }).await;
     proxy.lose_the_reply_to(b"WITH ORDINALITY");
     let worker = Running::start(&queue, stage.registry(), |b| b);
-    until_status(&db, id, "running").await;
+    db.until_status(id, "running", PATIENCE).await;
     worker.ask();
     worker.end().await;
     assert!(proxy.has_seen_it());
-    assert_eq!((db.status(id).await.as_str(), attempts(&db, id).await), ("queued", 0));
+    assert_eq!((db.status(id).await.as_str(), db.attempts(id).await), ("queued", 0));
 }
 
 #[tokio::test]
@@ -466,9 +450,9 @@ async fn a_job_that_ends_while_the_database_is_away_is_written_when_it_is_back()
     assert_eq!(health.liveness(), Ok(()), "a restart would not help");
     assert_eq!(db.status(id).await, "running");
     proxy.set(Way::Open);
-    until_status(&db, id, "succeeded").await;
+    db.until_status(id, "succeeded", PATIENCE).await;
     worker.end().await;
-    assert_eq!((stage.runs(), attempts(&db, id).await), (1, 1));
+    assert_eq!((stage.runs(), db.attempts(id).await), (1, 1));
 }
 
 #[tokio::test]
@@ -495,13 +479,13 @@ async fn a_worker_cut_off_from_the_database_stops_its_executor_before_the_lease_
             .await;
         assert!(lease > 0.0, "{way:?}: the executor outlived its lease by {} s", -lease);
         let rescuer = Running::start(&queue, other.registry(), |b| b.name("rescuer"));
-        until_status(&db, id, "succeeded").await;
+        db.until_status(id, "succeeded", PATIENCE).await;
         let row = db.row(id).await;
         proxy.set(Way::Open);
         worker.end().await;
         rescuer.end().await;
         assert_eq!(db.row(id).await, row, "{way:?}: the worker that was cut off changes nothing");
-        assert_eq!((stage.runs(), other.runs(), attempts(&db, id).await), (1, 1, 2));
+        assert_eq!((stage.runs(), other.runs(), db.attempts(id).await), (1, 1, 2));
     }
 }
 
@@ -521,6 +505,6 @@ async fn a_worker_whose_database_is_away_asks_seldom_and_goes_on_by_itself() {
     assert!(tried > 1 && tried < 50, "{tried} connections in 5 s");
     proxy.set(Way::Open);
     let id = enqueue(&db.queue(), job()).await;
-    until_status(&db, id, "succeeded").await;
+    db.until_status(id, "succeeded", PATIENCE).await;
     worker.end().await;
 }

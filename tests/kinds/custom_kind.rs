@@ -1,6 +1,6 @@
 //! The example of a kind that is not built in: its file is what runs here.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::Value;
 use tokio_util::sync::CancellationToken;
@@ -12,15 +12,8 @@ use super::support::db::Database;
 #[allow(dead_code, reason = "its main is for people")]
 mod example;
 
+const PATIENCE: Duration = Duration::from_secs(20);
 const EXAMPLE: &str = include_str!("../../examples/custom_kind.rs");
-
-async fn until_status(db: &Database, id: Uuid, wanted: &str) {
-    let started = Instant::now();
-    while db.status(id).await != wanted {
-        assert!(started.elapsed() < Duration::from_secs(20), "the job is {}, not {wanted}", db.status(id).await);
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-}
 
 #[tokio::test]
 async fn a_fifth_kind_in_a_file_of_less_than_60_lines_does_jobs_enqueued_in_sql_beside_the_built_in_ones() {
@@ -44,11 +37,11 @@ async fn a_fifth_kind_in_a_file_of_less_than_60_lines_does_jobs_enqueued_in_sql_
     let blank: Uuid = db.value(&insert("count_words", r#"{"text": " "}"#)).await;
     let wrong: Uuid = db.value(&insert("count_words", r#"{"txt": "secret"}"#)).await;
     let built_in: Uuid = db.value(&insert("summarize_text", r#"{"text": "One sentence."}"#)).await;
-    until_status(&db, good, "succeeded").await;
-    until_status(&db, built_in, "succeeded").await;
+    db.until_status(good, "succeeded", PATIENCE).await;
+    db.until_status(built_in, "succeeded", PATIENCE).await;
     assert_eq!(db.value::<Value>(&format!("SELECT result FROM jobs WHERE id = '{good}'")).await["words"], 6);
     for (id, reason) in [(blank, "TextBlank: "), (wrong, "PayloadInvalid: ")] {
-        until_status(&db, id, "failed_permanent").await;
+        db.until_status(id, "failed_permanent", PATIENCE).await;
         let error = db.value::<String>(&format!("SELECT last_error FROM jobs WHERE id = '{id}'")).await;
         assert!(error.starts_with(reason) && !error.contains("secret"), "{error}");
     }

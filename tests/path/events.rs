@@ -1,6 +1,6 @@
 //! Events: few, once for each change, and nothing depends on them.
 
-use jobrequest::api::{JobRequest, Phase};
+use jobrequest::api::Phase;
 use k8s_openapi::api::events::v1::Event;
 use kube::api::ListParams;
 use kube::{Api, ResourceExt};
@@ -45,20 +45,6 @@ impl Site {
     async fn until_all_is_said(&self, mark: &str) {
         self.create(mark, json!({"kind": "summarize_text", "payload": {"text": "\u{2003}"}})).await;
         self.until_said(mark, &["Warning PayloadInvalid"]).await;
-    }
-
-    async fn until_run_failed(&self, name: &str, mark: &str) -> JobRequest {
-        until(&format!("{name} has failed again, {mark}"), PATIENCE, async || match self.get(name).await {
-            Some(object)
-                if object.status.as_ref().unwrap().last_retry.as_deref() == Some(mark)
-                    && phase(&object) == Some(Phase::FailedPermanent)
-                    && object.finalizers().is_empty() =>
-            {
-                Ok(object)
-            }
-            object => Err(format!("{:?}", object.and_then(|object| object.status))),
-        })
-        .await
     }
 }
 

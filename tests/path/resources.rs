@@ -111,17 +111,7 @@ async fn a_failed_job_runs_again_once_for_each_new_value_of_the_annotation() {
     for (mark, hits) in [("1", 2), ("2", 3)] {
         site.annotate_retry("a", mark).await;
         site.until_hits("/code/404", hits).await;
-        let shown = until(&format!("retry {mark} is shown"), PATIENCE, async || match site.get("a").await {
-            Some(object)
-                if object.status.as_ref().unwrap().last_retry.as_deref() == Some(mark)
-                    && phase(&object) == Some(Phase::FailedPermanent)
-                    && object.finalizers().is_empty() =>
-            {
-                Ok(object)
-            }
-            object => Err(format!("{:?}", object.and_then(|object| object.status))),
-        })
-        .await;
+        let shown = site.until_run_failed("a", mark).await;
         assert_eq!((job_id(&shown), attempts(&shown)), (id, Some(1)), "attempts count from zero");
         assert_eq!(shown.status.unwrap().history.len(), hits, "the history stays");
     }

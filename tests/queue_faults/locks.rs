@@ -8,7 +8,7 @@ use jobrequest::queue::{
 };
 use serde_json::json;
 use sqlx::{AssertSqlSafe, Connection, PgConnection};
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use crate::db::{Database, claim, failure, job};
@@ -59,6 +59,9 @@ async fn running(db: &Database, queue: &Queue, jobs: usize, way: &str) -> (Vec<C
 fn leases(claims: &[ClaimedJob]) -> Vec<Lease> {
     claims.iter().map(ClaimedJob::lease).collect()
 }
+
+/// How long a job may take whose row nobody holds.
+const JOB_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Its job, not finished because its row is held.
 fn refused(answer: Result<Finish, Box<Unfinished>>) -> ClaimedJob {
@@ -201,25 +204,13 @@ async fn others_go_on(db: &Database, queue: &Queue, other: &Stage, id: Uuid) {
         let new = NewJob::new("other_kind", json!({}));
         let one = queue.enqueue(&new).await.expect("accepted").id();
         other.let_go(1);
-        until_status(db, one, "succeeded").await;
+        db.until_status(one, "succeeded", JOB_PATIENCE).await;
         others += 1;
         assert!(started.elapsed() < PATIENCE, "the lease is renewed though the row is held");
     }
     assert!(others > 10, "{others}");
     let once = "SELECT count(*) FROM jobs WHERE kind = 'other_kind' AND status = 'succeeded' AND attempts = 1";
     assert_eq!(db.value::<i64>(once).await, others);
-}
-
-async fn until_status(db: &Database, id: Uuid, wanted: &str) {
-    let started = Instant::now();
-    while db.status(id).await != wanted {
-        assert!(started.elapsed() < Duration::from_secs(10), "not {wanted}: {}", db.row(id).await);
-        sleep(Duration::from_millis(5)).await;
-    }
-}
-
-async fn attempts(db: &Database, id: Uuid) -> i32 {
-    db.value(&format!("SELECT attempts FROM jobs WHERE id = '{id}'")).await
 }
 
 #[tokio::test]
@@ -236,9 +227,9 @@ async fn a_worker_that_cannot_renew_a_held_rows_lease_stops_that_job_alone_and_i
     held.let_go().await;
     stage.until_started().await;
     stage.let_go(1);
-    until_status(&db, id, "succeeded").await;
+    db.until_status(id, "succeeded", JOB_PATIENCE).await;
     worker.end().await;
-    assert_eq!((stage.runs(), attempts(&db, id).await), (2, 2));
+    assert_eq!((stage.runs(), db.attempts(id).await), (2, 2));
 }
 
 #[tokio::test]
@@ -255,8 +246,8 @@ async fn a_job_that_ends_while_its_row_is_held_has_ended_once_and_delays_no_othe
     held.let_go().await;
     // Its end or the rescue comes first: the lease is over.
     stage.let_go(1);
-    until_status(&db, id, "succeeded").await;
+    db.until_status(id, "succeeded", JOB_PATIENCE).await;
     worker.end().await;
-    assert_eq!(i32::try_from(stage.runs()).expect("few"), attempts(&db, id).await);
+    assert_eq!(i32::try_from(stage.runs()).expect("few"), db.attempts(id).await);
     assert!(stage.runs() <= 2);
 }

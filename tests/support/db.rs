@@ -130,6 +130,23 @@ impl Database {
         self.value(&format!("SELECT status FROM jobs WHERE id = '{id}'")).await
     }
 
+    pub async fn attempts(&self, id: Uuid) -> i32 {
+        self.value(&format!("SELECT attempts FROM jobs WHERE id = '{id}'")).await
+    }
+
+    /// Waits at most for `limit`.
+    pub async fn until_status(&self, id: Uuid, wanted: &str, limit: Duration) {
+        let started = Instant::now();
+        loop {
+            let status = self.status(id).await;
+            if status == wanted {
+                return;
+            }
+            assert!(started.elapsed() < limit, "the job is {status}, not {wanted}: {}", self.row(id).await);
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
     /// Ends this row's lease: its worker has not been heard of for longer than that.
     pub async fn end_lease(&self, id: Uuid) {
         self.run(&format!(

@@ -235,6 +235,21 @@ impl Site {
         .await
     }
 
+    /// Until its run by this mark of a retry has failed for good, and nothing holds it.
+    pub async fn until_run_failed(&self, name: &str, mark: &str) -> JobRequest {
+        until(&format!("{name} has failed again, {mark}"), PATIENCE, async || match self.get(name).await {
+            Some(object)
+                if object.status.as_ref().unwrap().last_retry.as_deref() == Some(mark)
+                    && phase(&object) == Some(Phase::FailedPermanent)
+                    && object.finalizers().is_empty() =>
+            {
+                Ok(object)
+            }
+            object => Err(format!("{:?}", object.and_then(|object| object.status))),
+        })
+        .await
+    }
+
     /// Waits until it is gone, and fails after `limit`.
     pub async fn until_gone(&self, name: &str, limit: Duration) {
         until(&format!("{name} is gone"), limit, async || match self.get(name).await {
@@ -355,7 +370,7 @@ pub fn job_id(object: &JobRequest) -> Uuid {
 
 /// Status and reason of a condition.
 pub fn condition(object: &JobRequest, name: &str) -> Option<(String, String)> {
-    let found = object.status.as_ref()?.conditions.iter().find(|condition| condition.type_ == name)?;
+    let found = object.status.as_ref()?.condition(name)?;
     Some((found.status.clone(), found.reason.clone()))
 }
 
