@@ -181,7 +181,7 @@ async fn what_runs_while_the_poolers_servers_are_lost_ends_well() {
     // The pooler's servers, not the test's own connection.
     db.run(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
-         WHERE datname = current_database() AND pid <> pg_backend_pid()",
+         WHERE datname = current_database() AND backend_type = 'client backend' AND pid <> pg_backend_pid()",
     )
     .await;
     stage.let_go(20);

@@ -163,8 +163,9 @@ pub async fn take_no_connections(db: &Database, inside: &mut PgConnection, wante
     sqlx::raw_sql(AssertSqlSafe(sql)).execute(inside).await.expect("its connection stays");
 }
 
+/// Of clients: autovacuum works here too, and may not be ended by whoever owns the database.
 pub const END_OTHER_SESSIONS: &str = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
-    WHERE datname = current_database() AND pid <> pg_backend_pid()";
+    WHERE datname = current_database() AND backend_type = 'client backend' AND pid <> pg_backend_pid()";
 
 /// Holds every row of the scene.
 async fn hold_all(holder: &mut PgConnection) -> sqlx::Transaction<'_, sqlx::Postgres> {
@@ -178,7 +179,7 @@ async fn hold_all(holder: &mut PgConnection) -> sqlx::Transaction<'_, sqlx::Post
 
 /// Waits until one of the queue's sessions waits for a lock; its process. None if the operation ended without.
 async fn blocked(db: &Database, ended: impl Fn() -> bool) -> Option<i32> {
-    let sql = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
+    let sql = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND backend_type = 'client backend' AND wait_event_type = 'Lock'";
     let started = Instant::now();
     loop {
         let pid: Option<(i32,)> = sqlx::query_as(sql).fetch_optional(db.pool()).await.expect("answered");
