@@ -8,8 +8,12 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
+use jobrequest::job::Cause;
 use jobrequest::kinds::{Attempt, Executed, Executor, Registry};
-use jobrequest::queue::{Channel, EnqueueOutcome, Error, ListFilter, Listener, NewJob, SchemaState, migrate};
+use jobrequest::queue::{
+    AttemptEnd, AttemptFailure, Channel, ClaimedJob, EnqueueOutcome, Error, Finish, ListFilter, Listener, NewJob,
+    Queue, SchemaState, Settings, migrate,
+};
 use serde_json::{Value, json};
 use sqlx::migrate::{Migration, Migrator};
 use sqlx::{ConnectOptions, Connection};
@@ -72,6 +76,46 @@ async fn an_old_snapshot_held_elsewhere_does_not_slow_the_drain_down() {
     for wanted in ["autovacuum_vacuum_scale_factor", "autovacuum_vacuum_cost_delay"] {
         assert!(options.iter().any(|option| option.starts_with(wanted)), "{options:?}");
     }
+}
+
+#[tokio::test]
+async fn statistics_that_know_of_no_running_job_make_no_statement_by_id_walk_the_table() {
+    const JOBS: usize = 20_000;
+    const HELD: usize = 500;
+    let db = Database::new().await;
+    // One session, whose statistics can be asked for.
+    let queue = Queue::new(db.options(), Settings { max_connections: 1, ..Settings::default() });
+    for _ in 0..JOBS / 1000 {
+        let jobs = vec![job(); 1000];
+        assert!(queue.enqueue_many(&jobs).await.iter().all(Result::is_ok));
+    }
+    db.run("ANALYZE jobs").await;
+    let claimed = queue.fetch_many("worker", &["test_kind"], HELD).await.expect("claimed");
+    let entries = async || {
+        sqlx::query("SELECT pg_stat_force_next_flush()").execute(queue.pool()).await.expect("flushed");
+        db.value::<i64>("SELECT idx_tup_read FROM pg_stat_user_indexes WHERE indexrelname = 'jobs_pkey'").await
+    };
+    let mut before = entries().await;
+    let mut by_id = async |what: &str| {
+        let after = entries().await;
+        let read = usize::try_from(after - before).expect("it grows");
+        before = after;
+        // Each row once or twice, and some of its older versions.
+        assert!((HELD..HELD * 10).contains(&read), "{what} read {read} entries");
+    };
+
+    let leases: Vec<_> = claimed.iter().map(ClaimedJob::lease).collect();
+    assert_eq!(queue.look_for_cancels(&leases).await.expect("answered").len(), HELD);
+    by_id("the look for cancels").await;
+    assert_eq!(queue.heartbeat(&leases).await.expect("answered").len(), HELD);
+    by_id("the heartbeat").await;
+    let end = |(n, job): (usize, ClaimedJob)| {
+        let failure = AttemptFailure { cause: Cause::Passing, error: None, progress: None };
+        (job, if n % 2 == 0 { AttemptEnd::Succeeded(Value::Null) } else { AttemptEnd::Failed(failure) })
+    };
+    let ends = claimed.into_iter().enumerate().map(end).collect();
+    assert!(queue.finish_many(ends).await.iter().all(|end| matches!(end, Ok(Finish::Done(_)))));
+    by_id("the ends").await;
 }
 
 #[tokio::test]

@@ -56,8 +56,8 @@ const UNREADABLE_AT_ONCE: usize = 100;
 
 /// What is read as text can't fail to decode: a row that no one can read must not take the claim's reply with it.
 pub(super) const CLAIMED: &str = "j.id, j.kind, j.namespace, j.priority, j.run_at, j.lost_leases, j.attempts, j.max_attempts, j.timeout_seconds, \
-    coalesce(extract(epoch FROM now() - j.handed_back_at), 0)::float8 AS handed_back_seconds, \
-    greatest(extract(epoch FROM now() - j.run_at), 0)::float8 AS waited_seconds, \
+    coalesce(date_part('epoch', now() - j.handed_back_at), 0) AS handed_back_seconds, \
+    greatest(date_part('epoch', now() - j.run_at), 0) AS waited_seconds, \
     j.progress::text AS progress";
 /// What a claim writes, beside the lease's token, holder and length.
 pub(super) const START: &str = "status = 'running', attempts = attempts + 1, locked_at = now(), started_at = now(), \
@@ -221,7 +221,7 @@ impl Queue {
         let mut tx = self.pool.begin_with(BY_ID).await?;
         let rows: Vec<(Uuid, Uuid, bool)> = sqlx::query_as(
             "SELECT m.id, m.token, j.cancel_requested FROM unnest($1::uuid[], $2::uuid[]) AS m(id, token) \
-             JOIN jobs j ON j.id = m.id AND j.claim_token = m.token AND j.status = 'running'",
+             JOIN jobs j ON j.id = m.id AND CASE WHEN j.status = 'running' THEN j.claim_token = m.token END",
         )
         .bind(ids)
         .bind(tokens)

@@ -18,14 +18,20 @@ use sqlx::{Describe, Either, Error, Execute, Executor, Postgres, SqlStr};
 
 macro_rules! by_id {
     () => {
-        "BEGIN; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off; SET LOCAL enable_seqscan = off"
+        "BEGIN; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off; SET LOCAL enable_seqscan = off; \
+         SET LOCAL plan_cache_mode = force_custom_plan"
     };
 }
 /// Begins a transaction whose statements find each row by its id. What Postgres knows of a growing table, and guesses
-/// of an array's length, may else tell it to read the whole table instead.
+/// of an array's length, may else tell it to read the whole table instead. No such statement may give the table a
+/// condition of its own (`status = 'running'` beside the join): when the statistics know of no such row, the table is
+/// walked first, and the ids once more for each row of it. Within a CASE with the join's columns, it is not believed.
 pub(super) const BY_ID: &str = by_id!();
 /// As [`BY_ID`], and waits for no lock longer than this.
 pub(super) const BY_ID_WAITING: &str = concat!(by_id!(), "; SET LOCAL lock_timeout = '200ms'");
+/// Begins a transaction that waits for no turn longer than this. Its statements see all that was committed before
+/// them, whatever the sessions' isolation.
+pub(super) const TAKING_TURNS: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL lock_timeout = '1s'";
 
 type Step = Either<PgQueryResult, PgRow>;
 

@@ -7,7 +7,7 @@
 //! a while: an application's transaction that holds one row delays that row alone.
 
 use std::collections::HashMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::Value;
 use sqlx::AssertSqlSafe;
@@ -26,8 +26,6 @@ use crate::text::{storable, storable_json};
 
 /// So few are locked first, in one request.
 const FEW: usize = 16;
-/// How long batches lock first after one that waited too long.
-const WARY: Duration = Duration::from_secs(10);
 
 /// Where the rows of claims stand, by id and token.
 type Hits = HashMap<(Uuid, Uuid), Status>;
@@ -116,12 +114,11 @@ impl Queue {
         if ends.len() == 0 {
             return Ok(HashMap::new());
         }
-        let is_wary = self.wary_until.lock().expect("no panic while held").is_some_and(|until| Instant::now() < until);
-        if ends.len() > FEW && !is_wary {
+        if ends.len() > FEW && !self.ends_wary.is_wary() {
             match self.end_waiting(ends).await {
                 // The lock was not to be had in time, or two waited for each other.
                 Err(sqlx::Error::Database(error)) if matches!(error.code().as_deref(), Some("55P03" | "40P01")) => {
-                    *self.wary_until.lock().expect("no panic while held") = Some(Instant::now() + WARY);
+                    self.ends_wary.waited_too_long();
                 }
                 answer => return read_statuses(answer?),
             }
@@ -146,7 +143,8 @@ impl Queue {
 
     async fn end_waiting(&self, ends: &impl Ends) -> sqlx::Result<Vec<Ended>> {
         let sql = format!(
-            "UPDATE jobs j SET {} FROM {} WHERE j.id = e.id AND j.claim_token = e.token AND j.status = 'running' \
+            "UPDATE jobs j SET {} FROM {} \
+             WHERE j.id = e.id AND CASE WHEN j.status = 'running' THEN j.claim_token = e.token END \
              RETURNING j.id, j.claim_token, j.status",
             ends.set(),
             ends.columns()
@@ -180,6 +178,7 @@ trait Ends {
     fn len(&self) -> usize;
     /// What to set in `jobs j`, from a row of the columns, `e`.
     fn set(&self) -> &'static str;
+    /// Behind SELECTs, so that the planner does not see them: see `lanes.rs`.
     fn columns(&self) -> &'static str;
     fn bind<'q>(&'q self, statement: Statement<'q>) -> Statement<'q>;
 }
@@ -212,7 +211,7 @@ impl Ends for Succeeded {
     }
 
     fn columns(&self) -> &'static str {
-        "unnest($1::uuid[], $2::uuid[], $3::jsonb[]) AS e(id, token, result)"
+        "unnest((SELECT $1::uuid[]), (SELECT $2::uuid[]), (SELECT $3::jsonb[])) AS e(id, token, result)"
     }
 
     fn bind<'q>(&'q self, statement: Statement<'q>) -> Statement<'q> {
@@ -275,7 +274,8 @@ impl Ends for Failed {
     }
 
     fn columns(&self) -> &'static str {
-        "unnest($1::uuid[], $2::uuid[], $3::text[], $4::float8[], $5::bool[], $6::text[], $7::jsonb[], $8::text[]) \
+        "unnest((SELECT $1::uuid[]), (SELECT $2::uuid[]), (SELECT $3::text[]), (SELECT $4::float8[]), \
+             (SELECT $5::bool[]), (SELECT $6::text[]), (SELECT $7::jsonb[]), (SELECT $8::text[])) \
          AS e(id, token, status, delay, free, error, progress, outcome)"
     }
 

@@ -5,6 +5,10 @@
 //! and the place in each from which to look. So neither jobs that are due later, nor other kinds, nor ended jobs, nor
 //! the dead index entries that a long transaction elsewhere keeps at a lane's head are walked by it. What lies before
 //! that place (a job committed late, given back, or dated back) is the next survey's to find.
+//!
+//! The statements of every turn take their arrays and limits as `(SELECT $1)`: the planner does not look at the values,
+//! finds a plan for all values no worse, and so plans once a connection. To plan a claim takes longer than to claim one
+//! job.
 
 use chrono::{DateTime, Utc};
 use sqlx::AssertSqlSafe;
@@ -15,6 +19,7 @@ use uuid::Uuid;
 use super::Queue;
 use super::claim::{CLAIMED, ClaimError, ClaimTicket, START};
 use super::claimed::{ClaimedJob, ClaimedRow};
+use super::connections::{TAKING_TURNS, Transaction};
 use super::error::Result;
 use crate::text::storable;
 
@@ -73,6 +78,10 @@ pub enum Payloads {
     Small,
 }
 
+/// Larger claims take turns: one that runs beside others walks all that they hold.
+const MANY: usize = 100;
+/// The turn's advisory lock. The number has no meaning but to be the same for all.
+const TURN: i64 = 7_309_754_913;
 const SMALL_PAYLOAD_BYTES: i32 = 2048;
 /// Lower than any priority.
 pub(super) const BEFORE_ALL: i16 = i16::MIN;
@@ -103,6 +112,36 @@ pub(super) static LANES: LazyLock<String> = LazyLock::new(|| {
     )
 });
 
+static CLAIM: LazyLock<String> = LazyLock::new(|| {
+    format!(
+        "WITH next AS ( \
+             SELECT n.id FROM unnest((SELECT $5::text[]), (SELECT $6::text[]), (SELECT $7::bool[]), (SELECT $8::int2[]), \
+                 (SELECT $9::timestamptz[]), (SELECT $10::uuid[]), (SELECT $11::int8[]), (SELECT $14::bool[])) \
+                 WITH ORDINALITY AS l(kind, namespace, careful, priority, run_at, id, max, whole, place) \
+             CROSS JOIN LATERAL ( \
+                 SELECT id FROM jobs WHERE install = $1 AND {WAITING} \
+                   AND kind = l.kind AND {NAMESPACE} = l.namespace AND {CAREFUL} = l.careful AND priority = l.priority \
+                   AND run_at <= now() AND (run_at, id) >= (CASE WHEN l.whole THEN '-infinity' ELSE l.run_at END, l.id) \
+                 ORDER BY run_at, id LIMIT l.max FOR UPDATE SKIP LOCKED) n \
+             LIMIT (SELECT $12::int8)) \
+         UPDATE jobs j SET {START}, claim_token = $3, locked_by = $4, lease_seconds = $2 \
+         FROM next WHERE j.id = next.id RETURNING {CLAIMED}, \
+             CASE WHEN $13 IS NULL OR pg_column_size(j.payload) <= $13 AND pg_column_compression(j.payload) IS NULL \
+                 THEN j.payload::text END AS payload"
+    )
+});
+
+static SURVEY: LazyLock<String> = LazyLock::new(|| {
+    format!(
+        "SELECT k.kind, l.namespace, l.careful, l.priority, l.run_at, l.id, \
+             greatest(date_part('epoch', l.run_at - now()), 0) AS due_in \
+         FROM unnest((SELECT $2::text[]), (SELECT $3::text[]), (SELECT $4::bool[]), (SELECT $5::int2[])) \
+             AS k(kind, namespace, careful, priority) \
+         {} LIMIT (SELECT $6::int8)) l",
+        *LANES
+    )
+});
+
 #[derive(sqlx::FromRow)]
 struct HeadRow {
     kind: String,
@@ -127,14 +166,7 @@ impl Queue {
         let careful: Vec<bool> = from.iter().map(|from| from.after.as_ref().is_some_and(|lane| lane.careful)).collect();
         let priorities: Vec<i16> =
             from.iter().map(|from| from.after.as_ref().map_or(BEFORE_ALL, |lane| lane.priority)).collect();
-        let sql = format!(
-            "SELECT k.kind, l.namespace, l.careful, l.priority, l.run_at, l.id, \
-                 greatest(extract(epoch FROM l.run_at - now()), 0)::float8 AS due_in \
-             FROM unnest($2::text[], $3::text[], $4::bool[], $5::int2[]) AS k(kind, namespace, careful, priority) \
-             {} LIMIT $6) l",
-            *LANES
-        );
-        let query = sqlx::query_as(AssertSqlSafe(sql))
+        let query = sqlx::query_as(AssertSqlSafe(SURVEY.as_str()))
             .bind(&self.settings.install)
             .bind(kinds)
             .bind(namespaces)
@@ -145,7 +177,9 @@ impl Queue {
         Ok(rows.into_iter().map(LaneHead::from).collect())
     }
 
-    /// Claims due jobs from these lanes in one statement, at most `limit` in all, the lanes in the order given.
+    /// Claims due jobs from these lanes in one statement, at most `limit` in all, the lanes in the order given. Claims of
+    /// more than 100 take turns in the whole database (an advisory lock of the transaction), as long as no turn takes
+    /// over a second.
     ///
     /// Guard: as [`Queue::fetch_many`].
     ///
@@ -180,43 +214,53 @@ impl Queue {
         let ids: Vec<Uuid> = wants.iter().map(|want| want.from.map_or(Uuid::nil(), |mark| mark.id)).collect();
         let whole: Vec<bool> = wants.iter().map(|want| want.from.is_none()).collect();
         let limits: Vec<i64> = wants.iter().map(|want| i64::try_from(want.limit).unwrap_or(i64::MAX)).collect();
-        let sql = format!(
-            "WITH next AS ( \
-                 SELECT n.id FROM unnest($5::text[], $6::text[], $7::bool[], $8::int2[], $9::timestamptz[], $10::uuid[], $11::int8[], $14::bool[]) \
-                     WITH ORDINALITY AS l(kind, namespace, careful, priority, run_at, id, max, whole, place) \
-                 CROSS JOIN LATERAL ( \
-                     SELECT id FROM jobs WHERE install = $1 AND {WAITING} \
-                       AND kind = l.kind AND {NAMESPACE} = l.namespace AND {CAREFUL} = l.careful AND priority = l.priority \
-                       AND run_at <= now() AND (run_at, id) >= (CASE WHEN l.whole THEN '-infinity' ELSE l.run_at END, l.id) \
-                     ORDER BY run_at, id LIMIT l.max FOR UPDATE SKIP LOCKED) n \
-                 LIMIT $12) \
-             UPDATE jobs j SET {START}, claim_token = $3, locked_by = $4, lease_seconds = $2 \
-             FROM next WHERE j.id = next.id RETURNING {CLAIMED}, \
-                 CASE WHEN $13 IS NULL OR pg_column_size(j.payload) <= $13 AND pg_column_compression(j.payload) IS NULL \
-                     THEN j.payload::text END AS payload"
-        );
         let small = match payloads {
             Payloads::All => None,
             Payloads::Small => Some(SMALL_PAYLOAD_BYTES),
         };
-        let rows: Vec<ClaimedRow> = sqlx::query_as(AssertSqlSafe(sql))
-            .bind(&self.settings.install)
-            .bind(self.lease_seconds())
-            .bind(ticket.token)
-            .bind(storable(worker, 255))
-            .bind(kinds)
-            .bind(namespaces)
-            .bind(careful)
-            .bind(priorities)
-            .bind(run_ats)
-            .bind(ids)
-            .bind(limits)
-            .bind(i64::try_from(limit).unwrap_or(i64::MAX))
-            .bind(small)
-            .bind(whole)
-            .fetch_all(&self.pool)
-            .await?;
+        let worker = storable(worker, 255);
+        let query = || {
+            sqlx::query_as(AssertSqlSafe(CLAIM.as_str()))
+                .bind(&self.settings.install)
+                .bind(self.lease_seconds())
+                .bind(ticket.token)
+                .bind(&worker)
+                .bind(&kinds)
+                .bind(&namespaces)
+                .bind(&careful)
+                .bind(&priorities)
+                .bind(&run_ats)
+                .bind(&ids)
+                .bind(&limits)
+                .bind(i64::try_from(limit).unwrap_or(i64::MAX))
+                .bind(small)
+                .bind(&whole)
+        };
+        let rows: Vec<ClaimedRow> = match self.turn(limit).await? {
+            Some(mut turn) => {
+                let rows = query().fetch_all(&mut *turn).await?;
+                turn.commit().await?;
+                rows
+            }
+            None => query().fetch_all(&self.pool).await?,
+        };
         Ok(self.read_claim(rows, ticket).await?.jobs)
+    }
+
+    /// The transaction for a large claim. None for others, and when the turn was long in coming.
+    async fn turn(&self, limit: usize) -> Result<Option<Transaction>> {
+        if limit <= MANY || self.claims_wary.is_wary() {
+            return Ok(None);
+        }
+        let mut turn = self.pool.begin_with(TAKING_TURNS).await?;
+        match sqlx::query("SELECT pg_advisory_xact_lock($1)").bind(TURN).execute(&mut *turn).await {
+            Ok(_) => Ok(Some(turn)),
+            Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("55P03") => {
+                self.claims_wary.waited_too_long();
+                Ok(None)
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Brings the payload of a job that was claimed without it; does nothing if it is there.

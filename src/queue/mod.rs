@@ -42,9 +42,10 @@ mod rescue;
 mod resources;
 mod row;
 mod schema;
+mod wary;
 
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use sqlx::PgPool;
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
@@ -69,6 +70,7 @@ pub use schema::{SchemaState, migrate};
 
 use crate::job::RetryPolicy;
 use connections::Connections;
+use wary::Wary;
 
 /// How a queue behaves; the command line fills it.
 #[derive(Debug, Clone)]
@@ -112,8 +114,10 @@ pub struct Queue {
     pool: Connections,
     settings: Arc<Settings>,
     notifier: Arc<notify::Notifier>,
-    /// Until when batches of ends lock their rows first.
-    wary_until: Arc<Mutex<Option<Instant>>>,
+    /// Batches of ends lock their rows first.
+    ends_wary: Wary,
+    /// Large claims don't take turns.
+    claims_wary: Wary,
     purged_to: Arc<Mutex<purge::Places>>,
 }
 
@@ -139,7 +143,14 @@ impl Queue {
             .connect_lazy_with(database);
         let pool = Connections::new(pool, settings.transaction_pooler);
         let notifier = Arc::new(notify::Notifier::spawn(pool.clone(), settings.time_limit));
-        Self { pool, settings: Arc::new(settings), notifier, wary_until: Arc::default(), purged_to: Arc::default() }
+        Self {
+            pool,
+            settings: Arc::new(settings),
+            notifier,
+            ends_wary: Wary::default(),
+            claims_wary: Wary::default(),
+            purged_to: Arc::default(),
+        }
     }
 
     pub fn settings(&self) -> &Settings {
