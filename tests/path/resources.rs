@@ -63,8 +63,8 @@ fn progress(object: &JobRequest) -> (i32, u8) {
 #[tokio::test]
 async fn a_status_never_goes_back_though_the_resource_changes_all_the_time() {
     let site = Site::new().await;
-    // Two seconds between attempts: time enough for each to be shown, though every write meets another's.
-    let worker = site.worker().set("JOBREQUEST_RETRY_BASE_SECONDS", 2).set("JOBREQUEST_RETRY_CAP_SECONDS", 2);
+    // Time enough between attempts for each to be shown, though every write meets another's on a busy machine.
+    let worker = site.worker().set("JOBREQUEST_RETRY_BASE_SECONDS", 6).set("JOBREQUEST_RETRY_CAP_SECONDS", 6);
     let (_controller, _worker) = (site.controller().start().await, worker.start().await);
     let names: Vec<_> = (0..4).map(|n| format!("a-{n}")).collect();
     for name in &names {
