@@ -15,8 +15,10 @@ use crate::ours::LEASE;
 use crate::{Outcome, quotient};
 
 const LIMIT: Duration = Duration::from_secs(240);
-/// The product's mirror reads no faster.
+/// As the product's mirror reads: pass by pass, with pauses of at least the gap and so many times what the last took.
 const FEED_GAP: Duration = Duration::from_millis(10);
+const FEED_REST: u32 = 4;
+const FEED_POLL: Duration = Duration::from_secs(2);
 const FEED_PAGE: i64 = 500;
 
 pub struct Drain {
@@ -182,10 +184,16 @@ async fn read_feed(url: String) -> Outcome<()> {
     let database: sqlx::postgres::PgConnectOptions = url.parse()?;
     let queue = Queue::new(database.clone(), Settings::default());
     let listener = Listener::spawn(database, &[Channel::Changed]);
-    let mut after = None;
     loop {
+        let started = Instant::now();
+        let mut after = None;
+        loop {
+            (_, after) = queue.due(after, FEED_PAGE).await?;
+            if after.is_none() {
+                break;
+            }
+        }
+        sleep((started.elapsed() * FEED_REST).clamp(FEED_GAP, FEED_POLL)).await;
         listener.woken(Channel::Changed).await;
-        (_, after) = queue.due(after, FEED_PAGE).await?;
-        sleep(FEED_GAP).await;
     }
 }

@@ -6,9 +6,9 @@
 //! the dead index entries that a long transaction elsewhere keeps at a lane's head are walked by it. What lies before
 //! that place (a job committed late, given back, or dated back) is the next survey's to find.
 //!
-//! The statements of every turn take their arrays and limits as `(SELECT $1)`: the planner does not look at the values,
-//! finds a plan for all values no worse, and so plans once a connection. To plan a claim takes longer than to claim one
-//! job.
+//! The claim of a few jobs from one lane, like the end of a few, takes its arrays and limit as `(SELECT $1)`: the planner
+//! does not look at the values, finds a plan for all values no worse, and so plans once a connection. To plan a claim
+//! takes longer than to claim one job. All others are planned for the table as it is.
 
 use chrono::{DateTime, Utc};
 use sqlx::AssertSqlSafe;
@@ -112,32 +112,37 @@ pub(super) static LANES: LazyLock<String> = LazyLock::new(|| {
     )
 });
 
-static CLAIM: LazyLock<String> = LazyLock::new(|| {
+/// Of jobs from one lane, and from many.
+static CLAIM_ONE: LazyLock<String> = LazyLock::new(|| claim(|parameter| format!("(SELECT {parameter})")));
+static CLAIM: LazyLock<String> = LazyLock::new(|| claim(str::to_owned));
+
+fn claim(parameter: impl Fn(&str) -> String) -> String {
+    let lanes = ["5::text", "6::text", "7::bool", "8::int2", "9::timestamptz", "10::uuid", "11::int8", "14::bool"];
+    let lanes = lanes.map(|column| parameter(&format!("${column}[]"))).join(", ");
     format!(
         "WITH next AS ( \
-             SELECT n.id FROM unnest((SELECT $5::text[]), (SELECT $6::text[]), (SELECT $7::bool[]), (SELECT $8::int2[]), \
-                 (SELECT $9::timestamptz[]), (SELECT $10::uuid[]), (SELECT $11::int8[]), (SELECT $14::bool[])) \
+             SELECT n.id FROM unnest({lanes}) \
                  WITH ORDINALITY AS l(kind, namespace, careful, priority, run_at, id, max, whole, place) \
              CROSS JOIN LATERAL ( \
                  SELECT id FROM jobs WHERE install = $1 AND {WAITING} \
                    AND kind = l.kind AND {NAMESPACE} = l.namespace AND {CAREFUL} = l.careful AND priority = l.priority \
                    AND run_at <= now() AND (run_at, id) >= (CASE WHEN l.whole THEN '-infinity' ELSE l.run_at END, l.id) \
                  ORDER BY run_at, id LIMIT l.max FOR UPDATE SKIP LOCKED) n \
-             LIMIT (SELECT $12::int8)) \
+             LIMIT {limit}) \
          UPDATE jobs j SET {START}, claim_token = $3, locked_by = $4, lease_seconds = $2 \
          FROM next WHERE j.id = next.id RETURNING {CLAIMED}, \
              CASE WHEN $13 IS NULL OR pg_column_size(j.payload) <= $13 AND pg_column_compression(j.payload) IS NULL \
-                 THEN j.payload::text END AS payload"
+                 THEN j.payload::text END AS payload",
+        limit = parameter("$12::int8"),
     )
-});
+}
 
 static SURVEY: LazyLock<String> = LazyLock::new(|| {
     format!(
         "SELECT k.kind, l.namespace, l.careful, l.priority, l.run_at, l.id, \
              greatest(date_part('epoch', l.run_at - now()), 0) AS due_in \
-         FROM unnest((SELECT $2::text[]), (SELECT $3::text[]), (SELECT $4::bool[]), (SELECT $5::int2[])) \
-             AS k(kind, namespace, careful, priority) \
-         {} LIMIT (SELECT $6::int8)) l",
+         FROM unnest($2::text[], $3::text[], $4::bool[], $5::int2[]) AS k(kind, namespace, careful, priority) \
+         {} LIMIT $6) l",
         *LANES
     )
 });
@@ -219,8 +224,9 @@ impl Queue {
             Payloads::Small => Some(SMALL_PAYLOAD_BYTES),
         };
         let worker = storable(worker, 255);
+        let sql = if wants.len() == 1 && limit <= MANY { &CLAIM_ONE } else { &CLAIM };
         let query = || {
-            sqlx::query_as(AssertSqlSafe(CLAIM.as_str()))
+            sqlx::query_as(AssertSqlSafe(sql.as_str()))
                 .bind(&self.settings.install)
                 .bind(self.lease_seconds())
                 .bind(ticket.token)
