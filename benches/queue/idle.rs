@@ -29,7 +29,7 @@ pub async fn idle(server: &Server, who: &Contender, time: Duration) -> Outcome<I
         let sql = format!("ALTER DATABASE {database} SET {setting}");
         sqlx::raw_sql(sqlx::AssertSqlSafe(sql)).execute(&mut watcher).await?;
     }
-    let mut child = Child::start(who, &["drain"], &server.url(&database))?;
+    let mut child = Child::start(who, &["idle"], &server.url(&database))?;
     child.ready()?;
     child.go()?;
     sleep(SETTLE).await;

@@ -97,15 +97,22 @@ pub async fn run(arguments: &[String]) -> Outcome<()> {
     let number = |at: usize| -> Outcome<u64> { Ok(arguments.get(at).ok_or("a number is missing")?.parse()?) };
     match arguments.first().map(String::as_str) {
         Some("setup") => queue::migrate(&database).await?,
+        // Reporting wakes the process a hundred times a second: that is not the worker's.
+        Some("idle") => drain(database, CONCURRENCY, BATCH).await?,
         Some("drain") => {
+            protocol::report_done();
             let slots = if arguments.len() > 1 { usize::try_from(number(1)?)? } else { CONCURRENCY };
             drain(database, slots, BATCH).await?;
         }
         Some("row") => {
+            protocol::report_done();
             claims::report()?;
             drain(database, CONCURRENCY, BATCH).await?;
         }
-        Some("one") => drain(database, AT_A_TIME, 1).await?,
+        Some("one") => {
+            protocol::report_done();
+            drain(database, AT_A_TIME, 1).await?;
+        }
         Some("bare") => operations::bare(&with_connections(database, BARE_CONNECTIONS)).await?,
         Some("enqueue") => {
             let queue = with_connections(database, u32::try_from(number(2)?)?);
@@ -132,7 +139,6 @@ pub async fn run(arguments: &[String]) -> Outcome<()> {
 
 async fn drain(database: PgConnectOptions, slots: usize, batch: usize) -> Outcome<()> {
     protocol::ready();
-    protocol::report_done();
     let (queue, worker) = worker(database, slots, batch)?;
     let shutdown = CancellationToken::new();
     let worker = tokio::spawn(worker.run(shutdown.clone()));
