@@ -19,11 +19,16 @@ const MEASURE_SHARE: u32 = 20;
 /// A rescue that found this many may have left some, and the pause before the next.
 const RESCUE_MANY: u64 = 100;
 const RESCUE_PAUSE: Duration = Duration::from_millis(50);
+/// One that found nothing is followed by a pause of at least so many times what it took, though never by more than a
+/// lease: while a transaction elsewhere holds an old snapshot, it walks the entries of all jobs that have ended since.
+const RESCUE_REST: u32 = 20;
 
-/// Every third of a lease, at once after the start, again at once while there is much to do.
+/// Every third of a lease, at once after the start, again at once while there is much to do; less often, but once in a
+/// lease, when a look takes long.
 pub(super) async fn rescue(shared: Arc<Shared>, beat: Beat, end: CancellationToken) {
     loop {
         beat.beat();
+        let started = Instant::now();
         let found = match end.run_until_cancelled(shared.queue.recover_stale()).await {
             None => return,
             Some(Ok(rescued)) if rescued.total() > 0 => {
@@ -38,7 +43,8 @@ pub(super) async fn rescue(shared: Arc<Shared>, beat: Beat, end: CancellationTok
                 0
             }
         };
-        let pause = if found >= RESCUE_MANY { RESCUE_PAUSE } else { spread(shared.lease / 3) };
+        let rest = if found == 0 { (started.elapsed() * RESCUE_REST).min(shared.lease) } else { Duration::ZERO };
+        let pause = if found >= RESCUE_MANY { RESCUE_PAUSE } else { spread((shared.lease / 3).max(rest)) };
         if end.run_until_cancelled(sleep(pause)).await.is_none() {
             return;
         }
