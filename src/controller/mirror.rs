@@ -94,10 +94,11 @@ pub(super) async fn run(context: Arc<Context>, trigger: Trigger, listener: Liste
     let mut answered = vec![false; trigger.watches.len()];
     loop {
         let started = Instant::now();
-        let passed = pass(&context, &trigger, &beat).await;
-        let rest = (started.elapsed() * REST).clamp(GAP, POLL);
-        match passed {
+        // A pass that failed is followed by its pause alone: how long it took is the outage's doing.
+        let mut rest = GAP;
+        match pass(&context, &trigger, &beat).await {
             Ok(()) => {
+                rest = (started.elapsed() * REST).clamp(GAP, POLL);
                 pause = POLL;
                 part.ready();
                 context.gate.open().iter().for_each(|resource| trigger.send(resource, &context.due));

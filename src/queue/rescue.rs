@@ -45,7 +45,8 @@ struct StaleRow {
 
 impl Queue {
     /// Ends the leases that have run out, at most 500 a call: running -> retrying, failed_permanent or cancelled, by
-    /// [`decide`]. Run by every worker and by the controller, every third of a lease, for all kinds.
+    /// [`decide`]. Run by every worker and by the controller, every third of a lease, for all kinds; by a worker less
+    /// often, but once in a lease, while a look takes long.
     ///
     /// Guard: running and not renewed for the lease's length by the database's clock (or without a time of lease at
     /// all), judged under the row's lock, which a finish or heartbeat takes too; locked rows are left for next time.

@@ -28,23 +28,21 @@ const RESCUE_REST: u32 = 20;
 pub(super) async fn rescue(shared: Arc<Shared>, beat: Beat, end: CancellationToken) {
     loop {
         beat.beat();
-        let started = Instant::now();
-        let found = match end.run_until_cancelled(shared.queue.recover_stale()).await {
+        let (started, regular) = (Instant::now(), shared.lease / 3);
+        let pause = match end.run_until_cancelled(shared.queue.recover_stale()).await {
             None => return,
             Some(Ok(rescued)) if rescued.total() > 0 => {
                 let crate::queue::Rescued { retried, failed, cancelled } = rescued;
                 tracing::info!(retried, failed, cancelled, "ended leases whose workers are gone");
-                rescued.total()
+                if rescued.total() >= RESCUE_MANY { RESCUE_PAUSE } else { spread(regular) }
             }
-            Some(Ok(_)) => 0,
+            Some(Ok(_)) => spread(regular.max((started.elapsed() * RESCUE_REST).min(shared.lease))),
             Some(Err(error)) => {
                 // That the database is away is the claim loop's to report.
                 tracing::debug!(error = %error, "the rescue will try again");
-                0
+                spread(regular)
             }
         };
-        let rest = if found == 0 { (started.elapsed() * RESCUE_REST).min(shared.lease) } else { Duration::ZERO };
-        let pause = if found >= RESCUE_MANY { RESCUE_PAUSE } else { spread((shared.lease / 3).max(rest)) };
         if end.run_until_cancelled(sleep(pause)).await.is_none() {
             return;
         }

@@ -179,7 +179,8 @@ async fn hold_all(holder: &mut PgConnection) -> sqlx::Transaction<'_, sqlx::Post
 
 /// Waits until one of the queue's sessions waits for a lock; its process. None if the operation ended without.
 async fn blocked(db: &Database, ended: impl Fn() -> bool) -> Option<i32> {
-    let sql = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND backend_type = 'client backend' AND wait_event_type = 'Lock'";
+    let sql = "SELECT pid FROM pg_stat_activity \
+        WHERE datname = current_database() AND backend_type = 'client backend' AND wait_event_type = 'Lock'";
     let started = Instant::now();
     loop {
         let pid: Option<(i32,)> = sqlx::query_as(sql).fetch_optional(db.pool()).await.expect("answered");
