@@ -58,7 +58,7 @@ const UNREADABLE_AT_ONCE: usize = 100;
 pub(super) const CLAIMED: &str = "j.id, j.kind, j.namespace, j.priority, j.run_at, j.lost_leases, j.attempts, j.max_attempts, j.timeout_seconds, \
     coalesce(date_part('epoch', now() - j.handed_back_at), 0) AS handed_back_seconds, \
     greatest(date_part('epoch', now() - j.run_at), 0) AS waited_seconds, \
-    j.progress::text AS progress";
+    j.progress::text AS progress, j.owner_uid IS NOT NULL AS owned";
 /// What a claim writes, beside the lease's token, holder and length.
 pub(super) const START: &str = "status = 'running', attempts = attempts + 1, locked_at = now(), started_at = now(), \
     finished_at = NULL, updated_at = now(), revision = revision + 1, mirror_due = owner_uid IS NOT NULL";
@@ -159,9 +159,10 @@ impl Queue {
                 }
             }
         }
-        if !found.jobs.is_empty() || found.unreadable > 0 {
+        if found.unreadable > 0 {
             self.notify(Channel::Changed);
         }
+        self.notify_changed(&found.jobs);
         Ok(found)
     }
 

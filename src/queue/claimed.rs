@@ -31,6 +31,8 @@ pub struct ClaimedJob {
     /// None until it is loaded, for a large one that was prefetched.
     payload: Option<Box<RawValue>>,
     progress: Option<Value>,
+    /// A resource stood for it when it was claimed.
+    pub(super) owned: bool,
 }
 
 /// Names a claim to the heartbeat: the row and the token its writes must carry.
@@ -168,6 +170,7 @@ pub(super) struct ClaimedRow {
     waited_seconds: f64,
     payload: Option<String>,
     progress: Option<String>,
+    owned: bool,
 }
 
 impl ClaimedRow {
@@ -186,6 +189,7 @@ impl ClaimedRow {
             waited_seconds,
             payload,
             progress,
+            owned,
         } = self;
         let payload = payload.map(|text| raw(id, text)).transpose()?;
         let progress = progress.as_deref().map(serde_json::from_str).transpose().map_err(|_| Error::RowInvalid {
@@ -211,6 +215,7 @@ impl ClaimedRow {
             waited: seconds(waited_seconds),
             payload,
             progress,
+            owned,
         })
     }
 }

@@ -125,7 +125,7 @@ impl Queue {
             Ok(None) => self.bounded(self.earlier_finish(lease)).await,
             Err(error) => Err(error),
         };
-        self.notify(Channel::Changed);
+        self.notify_changed([&job]);
         answer.map_err(|error| Box::new(Unfinished { job, error }))
     }
 

@@ -15,12 +15,12 @@ use sqlx::postgres::{PgArguments, Postgres};
 use sqlx::query::QueryAs;
 use uuid::Uuid;
 
+use super::Queue;
 use super::claim::columns;
 use super::claimed::{ClaimedJob, Lease};
 use super::connections::{BY_ID, BY_ID_WAITING};
 use super::error::{Error, Result};
 use super::finish::{AttemptEnd, AttemptFailure, ERROR_MAX_BYTES, Finish, Unfinished, read_status};
-use super::{Channel, Queue};
 use crate::job::{Cause, Next, Outcome, Status, decide};
 use crate::text::{storable, storable_json};
 
@@ -77,7 +77,7 @@ impl Queue {
         }
         let (succeeded, failed) =
             tokio::join!(self.bounded(self.end_running(&succeeded)), self.bounded(self.end_running(&failed)));
-        self.notify(Channel::Changed);
+        self.notify_changed(ends.iter().map(|(job, _)| job));
         let leases = ends.iter().map(|(job, end)| (job.lease, matches!(end, AttemptEnd::Succeeded(_))));
         let mut missing = Vec::new();
         let hits: Vec<Result<Option<Status>>> = leases

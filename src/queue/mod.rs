@@ -167,6 +167,13 @@ impl Queue {
         self.notifier.notify(channel);
     }
 
+    /// Nobody looks at the changes of a row that no resource stands for.
+    fn notify_changed<'a>(&self, jobs: impl IntoIterator<Item = &'a ClaimedJob>) {
+        if jobs.into_iter().any(|job| job.owned) {
+            self.notify(Channel::Changed);
+        }
+    }
+
     /// An operation with its time limit. A dropped query may still take effect on the server: every operation is
     /// safe to repeat.
     async fn bounded<T>(&self, operation: impl Future<Output = Result<T>>) -> Result<T> {

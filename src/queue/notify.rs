@@ -2,11 +2,12 @@
 //! few milliseconds, outside the transactions that change rows. It carries nothing and promises nothing: who listens
 //! also polls.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::Notify;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use super::connections::Connections;
 
@@ -42,8 +43,11 @@ impl Channel {
     }
 }
 
-/// The shortest time between two notifications of a channel.
-const GAP: Duration = Duration::from_millis(5);
+/// The shortest and the longest time between two notifications of a channel.
+const GAP: RangeInclusive<Duration> = Duration::from_millis(5)..=Duration::from_millis(50);
+/// How many times as long as the last one took. It is a transaction with a write to disk of its own, so on a busy server
+/// it comes less often, where another job or change is due any moment anyway.
+const REST: u32 = 4;
 
 pub(super) struct Notifier {
     pending: [Arc<Notify>; 3],
@@ -84,12 +88,13 @@ impl Drop for Notifier {
 async fn send_loop(pool: &Connections, time_limit: Duration, channel: Channel, source: Arc<Notify>) {
     loop {
         source.notified().await;
+        let sent = Instant::now();
         // A lost notification costs a poll interval, so a failure is not tried again.
         match timeout(time_limit, sqlx::raw_sql(channel.statement()).execute(pool)).await {
             Ok(Ok(_)) => {}
             Ok(Err(error)) => tracing::debug!(channel = channel.name(), error = %error, "notification not sent"),
             Err(_) => tracing::debug!(channel = channel.name(), "notification not sent in time"),
         }
-        tokio::time::sleep(GAP).await;
+        tokio::time::sleep((REST * sent.elapsed()).clamp(*GAP.start(), *GAP.end())).await;
     }
 }
