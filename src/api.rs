@@ -20,6 +20,9 @@ use serde::{Deserialize, Serialize};
 pub const FINALIZER: &str = "jobrequest.dev/cancel";
 /// Each new value of this annotation runs a failed or cancelled job again.
 pub const RETRY_ANNOTATION: &str = "jobrequest.dev/retry";
+/// With the value `true` on a resource that is being deleted: let it go although the database is away, and its job may
+/// go on until the database is back.
+pub const ABANDON_ANNOTATION: &str = "jobrequest.dev/abandon";
 
 /// The job to be done.
 // Every field can be read whatever another version of the CRD let in; `payload` may be dropped from a cached object.

@@ -17,6 +17,7 @@ mod gate;
 mod leader;
 mod mirror;
 mod orphans;
+mod outage;
 mod patch;
 mod reason;
 mod reconcile;

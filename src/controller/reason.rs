@@ -39,5 +39,5 @@ reasons! {
     // Of a row's making.
     Enqueued, Existing, DatabaseUnavailable,
     // Of Events alone.
-    Retried, RetryRefused, TTLHeldBack, OrphansHeldBack,
+    Retried, RetryRefused, TTLHeldBack, OrphansHeldBack, Abandoned,
 }

@@ -15,7 +15,7 @@ use super::reason::Reason;
 use super::spec::{retry_mark, to_edit, to_job};
 use super::status::{Standing, render, time};
 use super::young::YOUNG;
-use super::{Context, Error, Result, ttl};
+use super::{Context, Error, Result, outage, ttl};
 use crate::api::{FINALIZER, JobRequest, JobRequestStatus, Phase};
 use crate::job::{Job, Status};
 use crate::queue::{self, Held, Release, RetryOutcome};
@@ -39,7 +39,7 @@ pub(super) async fn reconcile(object: Arc<JobRequest>, context: Arc<Context>) ->
         return Ok(Action::await_change());
     }
     if !context.gate.is_open() {
-        return wait_for_database(&object, &context).await;
+        return outage::wait_for_database(&object, &context).await;
     }
     let mut current = (*object).clone();
     for _ in 0..REREADS {
@@ -53,7 +53,7 @@ pub(super) async fn reconcile(object: Arc<JobRequest>, context: Arc<Context>) ->
             Err(Error::Queue(error)) if error.is_outage() => {
                 // Nobody is parked while it is open.
                 drop(context.gate.close());
-                return wait_for_database(&current, &context).await;
+                return outage::wait_for_database(&current, &context).await;
             }
             Err(error) => return Err(error),
         }
@@ -86,7 +86,7 @@ fn asks_for_retry(object: &JobRequest) -> bool {
     may && retry_mark(object).is_some_and(|mark| Some(&mark) != done)
 }
 
-fn has_finalizer(object: &JobRequest) -> bool {
+pub(super) fn has_finalizer(object: &JobRequest) -> bool {
     object.finalizers().iter().any(|name| name == FINALIZER)
 }
 
@@ -331,14 +331,14 @@ async fn release(object: &JobRequest, context: &Context) -> Result<Step> {
     }
 }
 
-enum Shown {
+pub(super) enum Shown {
     As(Box<JobRequest>),
     Stale,
     Gone,
 }
 
 /// Writes the status if it differs from what is shown.
-async fn show(object: &JobRequest, context: &Context, standing: &Standing<'_>) -> Result<Shown> {
+pub(super) async fn show(object: &JobRequest, context: &Context, standing: &Standing<'_>) -> Result<Shown> {
     let none = JobRequestStatus::default();
     let old = object.status.as_ref().unwrap_or(&none);
     let deleting = object.metadata.deletion_timestamp.is_some();
@@ -360,20 +360,4 @@ async fn show(object: &JobRequest, context: &Context, standing: &Standing<'_>) -
         Written::Stale => Shown::Stale,
         Written::Gone => Shown::Gone,
     })
-}
-
-/// The database is away: whoever waits for it says so once and is woken when it is back.
-async fn wait_for_database(object: &JobRequest, context: &Context) -> Result<Action> {
-    if !context.gate.park(patch::reference(object)?) {
-        return Ok(Action::requeue(YOUNG));
-    }
-    let deleting = object.metadata.deletion_timestamp.is_some();
-    let accepted = object.status.as_ref().is_some_and(|status| status.job_id.is_some() || status.phase.is_some());
-    if context.gate.is_closed() && (deleting || !accepted) {
-        // Written at best: a resource that changed meanwhile comes back anyway.
-        match show(object, context, &Standing::DatabaseUnavailable).await? {
-            Shown::As(_) | Shown::Stale | Shown::Gone => {}
-        }
-    }
-    Ok(Action::await_change())
 }

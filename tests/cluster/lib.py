@@ -196,6 +196,20 @@ def helm_bin():
     return build_once(helm_directory(), f"helm {HELM_VERSION}", build)
 
 
+def judges_bin():
+    """The directory with tests/judges, which says what other people's programs make of a JobRequest."""
+    sources = sorted(path for path in (ROOT / "tests" / "judges").iterdir() if path.suffix in (".go", ".mod", ".sum"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+
+    def build(new):
+        need("go", "apt-get install golang-go (1.26 or newer; see go.dev/dl)")
+        command = ["nice", "go", "build", "-trimpath", "-o", str(new / "judges"), "."]
+        env = dict(os.environ, CGO_ENABLED="0", GOWORK="off")
+        run_logged("building kstatus and a Lua interpreter (a minute, once)", command, cache() / "build-judges.log", cwd=ROOT / "tests" / "judges", env=env)
+
+    return build_once(cache() / f"judges-{digest}", "kstatus and a Lua interpreter", build)
+
+
 def built_program(directory):
     """Builds the crate's program and puts a copy into DIR/bin, which no later build changes under a running system."""
     need("cargo", "curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh")

@@ -25,6 +25,7 @@ mod wait;
 mod crashes;
 mod deletion;
 mod events;
+mod gitops;
 mod idle;
 mod installs;
 mod keys;

@@ -272,3 +272,37 @@ async fn a_status_that_could_not_be_written_for_long_is_shown_soon_after_it_can(
     }
     assert!(free.elapsed() < PROMPTLY, "{:?}", free.elapsed());
 }
+
+#[tokio::test]
+async fn a_deleted_resource_is_let_go_without_the_database_where_a_person_says_so_and_its_job_is_cancelled_later() {
+    let site = Site::on(Stores::own(&["postgres"]).await).await;
+    let controller = site.controller().start().await;
+    let mut ids = BTreeMap::new();
+    for name in ["given-up", "kept"] {
+        site.create(name, with(site.hook("/ok"), json!({"runAt": LATER}))).await;
+        ids.insert(name, job_id(&site.until_phase(name, Phase::Queued).await));
+    }
+    site.stores.run("down", &["postgres"]).await;
+    for name in ["given-up", "kept"] {
+        site.delete(name).await;
+        site.until_condition(name, "Ready", "False", "DatabaseUnavailable").await;
+    }
+    site.kubectl(&["annotate", "jr", "given-up", "jobrequest.dev/abandon=true"], "").await;
+    site.until_gone("given-up", PROMPTLY).await;
+    let events = ["get", "events.events.k8s.io", "--output=jsonpath={.items[*].reason}"];
+    until_true("an Event says so", PATIENCE, async || {
+        site.kubectl(&events, "").await.split_whitespace().any(|reason| reason == "Abandoned")
+    })
+    .await;
+    assert!(site.get("kept").await.is_some(), "nobody gave it up");
+
+    site.stores.run("up", &["postgres"]).await;
+    site.until_gone("kept", PATIENCE).await;
+    site.until_row(ids["kept"], "cancelled").await;
+    // It takes two looks of the orphan sweep.
+    until_true("the other is cancelled too", Duration::from_secs(90), async || {
+        site.row(ids["given-up"]).await.status == "cancelled"
+    })
+    .await;
+    drop(controller);
+}
