@@ -288,7 +288,8 @@ metadata:
   labels:
     {{- include "jobrequest.labels" . | nindent 4 }}
 spec:
-  maxUnavailable: {{ .budget.maxUnavailable }}
+  {{- /* A pool that only says "enabled" has replaced the default whole. With null in its place nothing could be evicted. */}}
+  maxUnavailable: {{ if kindIs "invalid" .budget.maxUnavailable }}1{{ else }}{{ .budget.maxUnavailable }}{{ end }}
   # A Pod that isn't ready does no work: it must not keep a node from being drained.
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
