@@ -12,10 +12,13 @@ mod settings;
 mod values;
 
 use std::ffi::OsString;
+use std::time::Duration;
 
 use clap::builder::Resettable;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+
+use crate::check::Check;
 
 pub use settings::{ControllerSettings, Database, LogSettings, MigrateSettings, WorkerSettings};
 pub use values::LogFormat;
@@ -27,6 +30,7 @@ pub enum Program {
     Migrate(MigrateSettings),
     Crd,
     Jobs(jobs::Jobs),
+    Check(Check),
 }
 
 /// Why nothing is run: what to print, and where.
@@ -65,6 +69,15 @@ enum Command {
     Crd,
     /// Look at jobs in the database and act on them
     Jobs(jobs::Args),
+    /// Run one small job through API server, controller, database and worker, and delete it
+    Check {
+        /// Where; by default the namespace of the kubeconfig's context, or the Pod's own
+        #[arg(long, short)]
+        namespace: Option<String>,
+        /// How long all of it may take, in seconds
+        #[arg(long, default_value = "60", value_parser = values::timeout)]
+        timeout_seconds: Duration,
+    },
 }
 
 /// Parses the process's arguments and environment.
@@ -88,6 +101,12 @@ fn parse_from(arguments: impl IntoIterator<Item = OsString>, variables: &[OsStri
         Command::Migrate(args) => args.settings().map(Program::Migrate),
         Command::Crd => Ok(Program::Crd),
         Command::Jobs(args) => args.settings().map(Program::Jobs),
+        Command::Check { namespace: Some(name), .. } if !values::is_label(&name) => {
+            Err(format!("--namespace: `{}` is not a namespace's name", crate::text::cut(&name, 64)))
+        }
+        Command::Check { namespace, timeout_seconds } => {
+            Ok(Program::Check(Check { namespace, timeout: timeout_seconds }))
+        }
     }
     .map_err(Refusal::Wrong)
 }

@@ -12,7 +12,7 @@ use jobrequest::cli::{self, ControllerSettings, MigrateSettings, Program, Refusa
 use jobrequest::kinds::{KindSettings, Registry};
 use jobrequest::queue::{self, Queue, SchemaState};
 use jobrequest::worker::Worker;
-use jobrequest::{api, controller, telemetry};
+use jobrequest::{api, check, controller, telemetry};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
@@ -50,6 +50,7 @@ fn main() -> ExitCode {
             Ok(())
         }
         Program::Jobs(jobs) => run(jobs.run()),
+        Program::Check(check) => run(async { check::run(check).await.map(|line| print(&format!("{line}\n"))) }),
         Program::Migrate(MigrateSettings { log, database }) => {
             telemetry::init(&log);
             run(migrate(*database))

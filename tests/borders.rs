@@ -12,10 +12,10 @@ type Border<'a> = (&'a str, &'a [&'a str], &'a [&'a str]);
 const BORDERS: &[Border] = &[
     (
         "main",
-        &["admin", "api", "cli", "controller", "kinds", "queue", "telemetry", "worker"],
+        &["admin", "api", "check", "cli", "controller", "kinds", "queue", "telemetry", "worker"],
         &["sqlx::query", "kube::"],
     ),
-    ("cli", &["controller", "job", "kinds", "queue", "text", "worker"], &["kube::", "k8s_openapi::"]),
+    ("cli", &["check", "controller", "job", "kinds", "queue", "text", "worker"], &["kube::", "k8s_openapi::"]),
     (
         "controller",
         &["admin", "api", "job", "kinds", "queue", "text"],
@@ -26,6 +26,7 @@ const BORDERS: &[Border] = &[
     ("queue", &["job", "text"], &["kube::", "k8s_openapi::", "env::"]),
     ("job", &["text"], &["sqlx::", "kube::", "k8s_openapi::", "tokio::", "rand::", "::now(", "env::"]),
     ("api", &["text"], &["sqlx::", "tokio::", "env::"]),
+    ("check", &["api", "text"], &["sqlx::", "env::"]),
     ("admin", &["job", "queue", "text"], &["kube::", "sqlx::query", "env::"]),
     ("telemetry", &["cli", "text"], &["env::"]),
     ("text", &[], &["env::"]),

@@ -21,6 +21,7 @@ use crate::queue::KindDepth;
 pub struct Metrics {
     registry: Arc<Registry>,
     kinds: Arc<[&'static str]>,
+    ready: Gauge,
     started: Family<ByKind, Counter>,
     completed: Family<ByOutcome, Counter>,
     duration: Family<ByOutcome, Histogram>,
@@ -161,6 +162,7 @@ impl Metrics {
     /// `kinds` are the values of the label `kind`; every other kind is `other`.
     pub fn new(kinds: impl IntoIterator<Item = &'static str>) -> Self {
         let mut registry = Registry::default();
+        let ready = Gauge::default();
         let started = Family::default();
         let completed = Family::default();
         let duration = Family::new_with_constructor(seconds as fn() -> Histogram);
@@ -174,6 +176,7 @@ impl Metrics {
         let (orphans_ended, orphans_held_back) = (Counter::default(), Gauge::default());
         let events = Family::default();
         // The registry adds `_total` to a counter's name and a full stop to the help.
+        registry.register("jobrequest_ready", "1 while /readyz says that the program does its work", ready.clone());
         registry.register("worker_jobs_started", "Attempts started, by kind", started.clone());
         registry.register("worker_jobs_completed", "Attempts ended, by kind and outcome", completed.clone());
         registry.register("worker_job_duration_seconds", "From start to end of an attempt", duration.clone());
@@ -220,6 +223,7 @@ impl Metrics {
         Self {
             registry: Arc::new(registry),
             kinds: kinds.into_iter().collect(),
+            ready,
             started,
             completed,
             duration,
@@ -236,6 +240,11 @@ impl Metrics {
             orphans_held_back,
             events,
         }
+    }
+
+    /// Whether the program is ready, as of now; [`serve`](super::serve) says it each time that it is asked for metrics.
+    pub fn ready(&self, ready: bool) {
+        self.ready.set(ready.into());
     }
 
     /// The counters of this kind's attempts, looked up once.

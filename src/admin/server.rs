@@ -63,7 +63,7 @@ async fn serve_here(
 }
 
 fn router(health: Health, metrics: Metrics) -> Router {
-    let alive = health.clone();
+    let (alive, ready) = (health.clone(), health.clone());
     let answer = |state: Result<String, String>| match state {
         Ok(notes) => (StatusCode::OK, format!("ok\n{notes}")),
         Err(lines) => (StatusCode::SERVICE_UNAVAILABLE, lines),
@@ -74,6 +74,7 @@ fn router(health: Health, metrics: Metrics) -> Router {
         .route(
             "/metrics",
             get(move || async move {
+                metrics.ready(ready.readiness().is_ok());
                 let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
                 ([(header::CONTENT_TYPE, kind)], metrics.text())
             }),
@@ -175,8 +176,10 @@ mod tests {
         let server = tokio::spawn(serve(addr, health.clone(), metrics, shutdown.clone()));
         assert!(get(addr, "/readyz").await.starts_with("HTTP/1.1 503"));
         assert!(get(addr, "/readyz").await.ends_with("postgres: not ready: starting\n"));
+        assert!(get(addr, "/metrics").await.contains("\njobrequest_ready 0\n"));
         part.ready();
         assert!(get(addr, "/readyz").await.starts_with("HTTP/1.1 200"));
+        assert!(get(addr, "/metrics").await.contains("\njobrequest_ready 1\n"));
         assert!(get(addr, "/healthz").await.starts_with("HTTP/1.1 200"));
         assert!(get(addr, "/metrics").await.contains("# EOF"));
         // This test's runtime has one thread, blocked from here on.

@@ -60,6 +60,10 @@ pub(super) fn lease(text: &str) -> Result<Duration, String> {
     whole(text, 1, DAY).map(Duration::from_secs)
 }
 
+pub(super) fn timeout(text: &str) -> Result<Duration, String> {
+    whole(text, 1, DAY).map(Duration::from_secs)
+}
+
 pub(super) fn poll(text: &str) -> Result<Duration, String> {
     fraction(text, 0.01, 3600.0)
 }
