@@ -32,9 +32,10 @@ verify: ## Check format, lints, docs, and that what is generated is up to date
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps
 	cargo build --locked --bin jobrequest
 	@for file in $(GENERATED); do $(PROGRAM) crd | diff -u "$$file" - || { echo "$$file is out of date: make generate"; exit 1; }; done
-	PATH=$$(tests/cluster/build):$$PATH helm lint --strict --quiet -f charts/jobrequest/ci/minimal-values.yaml charts/jobrequest
+	@tests/cluster/chart
 	@tests/cluster/dependencies save
 
-generate: ## Write what is made from the sources: the CRD, and the chart's copy of it
+generate: ## Write what is made from the sources: the CRD, the chart's copy of it and its README
 	cargo build --locked --bin jobrequest
 	@for file in $(GENERATED); do mkdir -p "$$(dirname "$$file")" && $(PROGRAM) crd > "$$file.new" && mv "$$file.new" "$$file" || exit 1; done
+	@tests/cluster/chart readme

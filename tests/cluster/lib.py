@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import filecmp
 import hashlib
+import json
 import os
 import pathlib
 import random
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -208,6 +210,90 @@ def judges_bin():
         run_logged("building kstatus and a Lua interpreter (a minute, once)", command, cache() / "build-judges.log", cwd=ROOT / "tests" / "judges", env=env)
 
     return build_once(cache() / f"judges-{digest}", "kstatus and a Lua interpreter", build)
+
+
+# --- what judges the chart --------------------------------------------------------------------------------------------
+# Programs and files of others, each as its makers publish it, in the cache; nothing is installed into the system.
+
+KUBERNETES_VALIDATE = "kubernetes-validate==1.37.0"  # with the schemas of the last dozen versions of Kubernetes
+CHECKOV = "checkov==3.3.30"
+HELM_DOCS = "v1.14.2"
+# Go modules that hold CRDs, and which of them the chart makes objects of.
+CRDS = {
+    "github.com/kedacore/keda/v2@v2.19.0": ("config/crd/bases/keda.sh_", "scaledobjects triggerauthentications"),
+    "github.com/prometheus-operator/prometheus-operator@v0.85.0": (
+        "example/prometheus-operator-crd/monitoring.coreos.com_",
+        "podmonitors prometheusrules servicemonitors",
+    ),
+}
+
+
+def helm_docs():
+    """helm-docs, built if need be."""
+
+    def build(new):
+        need("go", "apt-get install golang-go (1.26 or newer; see go.dev/dl)")
+        module = f"github.com/norwoodj/helm-docs/cmd/helm-docs@{HELM_DOCS}"
+        run_logged(
+            f"building helm-docs {HELM_DOCS} from Go modules (a minute or so, once)",
+            ["nice", "go", "install", "-v", "-trimpath", "-ldflags", "-s -w", module],
+            cache() / "build-helm-docs.log",
+            cwd="/",
+            env=dict(os.environ, CGO_ENABLED="0", GOBIN=str(new), GOWORK="off"),
+        )
+
+    return build_once(cache() / f"helm-docs-{HELM_DOCS}", f"helm-docs {HELM_DOCS}", build) / "helm-docs"
+
+
+def python_packages(requirement):
+    """The directory of a package from PyPI and what it needs, for PYTHONPATH."""
+
+    def build(new):
+        pip = [sys.executable, "-m", "pip"]
+        if subprocess.run([*pip, "--version"], capture_output=True).returncode:
+            apt_install("python3-pip")
+        command = [*pip, "install", "--quiet", "--disable-pip-version-check", "--target", str(new), requirement]
+        run_logged(f"pip install {requirement}", command, cache() / "pip.log")
+
+    return build_once(cache() / requirement.replace("==", "-"), requirement, build)
+
+
+def prometheus_bin():
+    """The directory with prometheus and promtool: from Debian's package, without the service that it would install."""
+    on_path = shutil.which("prometheus"), shutil.which("promtool")
+    if all(on_path):
+        return pathlib.Path(on_path[0]).parent
+
+    def build(new):
+        need("apt-get", "prometheus and promtool, on PATH")
+        if os.geteuid() == 0:
+            run_logged("apt-get update", ["apt-get", "update"], cache() / "apt-update.log")
+        with tempfile.TemporaryDirectory() as package:
+            run_logged("apt-get download prometheus", ["apt-get", "download", "prometheus"], cache() / "prometheus.log", cwd=package)
+            (file,) = pathlib.Path(package).glob("*.deb")
+            subprocess.run(["dpkg-deb", "--extract", str(file), package + "/whole"], check=True)
+            for name in ("prometheus", "promtool"):
+                shutil.copy2(f"{package}/whole/usr/bin/{name}", new)
+
+    return build_once(cache() / "prometheus", "prometheus", build)
+
+
+def others_crds():
+    """The directory with the CRDs of what the chart makes objects for, if it is there: KEDA, the Prometheus operator."""
+    names = hashlib.sha256(repr(CRDS).encode()).hexdigest()[:12]
+
+    def build(new):
+        need("go", "apt-get install golang-go (1.26 or newer; see go.dev/dl)")
+        for module, (prefix, kinds) in CRDS.items():
+            command = ["go", "mod", "download", "-json", module]
+            done = subprocess.run(command, cwd="/", capture_output=True, text=True, env=dict(os.environ, GOWORK="off"))
+            if done.returncode:
+                raise Failed(f"{' '.join(command)}: {done.stdout}{done.stderr}")
+            for kind in kinds.split():
+                file = pathlib.Path(json.loads(done.stdout)["Dir"], f"{prefix}{kind}.yaml")
+                (new / file.name).write_bytes(file.read_bytes())
+
+    return build_once(cache() / f"crds-{names}", "CRDs of KEDA and the Prometheus operator", build)
 
 
 def built_program(directory):

@@ -92,12 +92,4 @@ class Mail:
     @staticmethod
     def library():
         """aiosmtpd, from PyPI, in the cache: nothing is installed into the system's Python."""
-
-        def build(new):
-            pip = [sys.executable, "-m", "pip"]
-            if subprocess.run([*pip, "--version"], capture_output=True).returncode:
-                lib.apt_install("python3-pip")
-            command = [*pip, "install", "--quiet", "--disable-pip-version-check", "--target", str(new), AIOSMTPD]
-            lib.run_logged(f"pip install {AIOSMTPD}", command, lib.cache() / "pip.log")
-
-        return lib.build_once(lib.cache() / AIOSMTPD.replace("==", "-"), AIOSMTPD, build)
+        return lib.python_packages(AIOSMTPD)
