@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+mod network;
 
 // --- running the tools -------------------------------------------------------------------------------------------------
 
