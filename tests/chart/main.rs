@@ -10,6 +10,10 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+#[path = "../support/db.rs"]
+#[allow(dead_code, reason = "shared")]
+mod db;
+mod autoscaling;
 mod network;
 
 // --- running the tools -------------------------------------------------------------------------------------------------
@@ -566,8 +570,17 @@ fn assert_can(expected: bool, user: &str, verb: &str, what: &str, namespace: &st
     }
 }
 
+/// Has the API server know the kinds of others that the chart makes objects of.
+fn apply_others_crds() {
+    let directory =
+        std::env::var("JOBREQUEST_TEST_OTHERS_CRDS").expect("JOBREQUEST_TEST_OTHERS_CRDS isn't set: run make test");
+    kubectl(&["apply", "--server-side", "--force-conflicts", "-f", &directory], "");
+    kubectl(&["wait", "--for=condition=Established", "--timeout=60s", "-f", &directory], "");
+}
+
 #[test]
 fn the_api_server_takes_every_object_and_pod_security_every_pod() {
+    apply_others_crds();
     let sandbox = Sandbox::new(&["home", "a", "b"]);
     let [home, a, b] = [0, 1, 2].map(|index| sandbox.namespaces[index].as_str());
     let watched = format!(r#"watchNamespaces=["{a}","{b}"]"#);

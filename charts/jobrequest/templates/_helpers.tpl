@@ -78,6 +78,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
   verbs: [create]
 {{- end }}
 
+{{- /* The labels by which PromQL finds this install's metrics. */ -}}
+{{- define "jobrequest.metricsSelector" -}}
+{{- .Values.metrics.selector | default (printf "namespace=%q" .Release.Namespace) }}
+{{- end }}
+
 {{- define "jobrequest.image" -}}
 {{- with .Values.image -}}
 {{- with .registry }}{{ . }}/{{ end }}{{ .repository }}
@@ -85,11 +90,17 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end }}
 
-{{- /* A pool with the defaults it doesn't replace, as YAML. Shallow: a pool's `resources` are all its resources. */ -}}
+{{- /*
+A pool with the defaults it doesn't replace, as YAML. Shallow: a pool's `resources` are all its resources. The chart's own
+blocks are filled up key by key.
+*/ -}}
 {{- define "jobrequest.pool" -}}
 {{- $pool := dict }}
 {{- range $key, $value := .root.Values.workerDefaults }}{{ $_ := set $pool $key $value }}{{ end }}
 {{- range $key, $value := .pool }}{{ $_ := set $pool $key $value }}{{ end }}
+{{- range list "autoscaling" "podDisruptionBudget" }}
+{{- $_ := set $pool . (mergeOverwrite (dict) (get $.root.Values.workerDefaults . | deepCopy) (get $pool . | default dict)) }}
+{{- end }}
 {{- toYaml $pool }}
 {{- end }}
 
@@ -288,8 +299,7 @@ metadata:
   labels:
     {{- include "jobrequest.labels" . | nindent 4 }}
 spec:
-  {{- /* A pool that only says "enabled" has replaced the default whole. With null in its place nothing could be evicted. */}}
-  maxUnavailable: {{ if kindIs "invalid" .budget.maxUnavailable }}1{{ else }}{{ .budget.maxUnavailable }}{{ end }}
+  maxUnavailable: {{ .budget.maxUnavailable }}
   # A Pod that isn't ready does no work: it must not keep a node from being drained.
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
