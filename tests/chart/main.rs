@@ -10,10 +10,31 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+#[path = "../support/api_proxy.rs"]
+#[allow(dead_code, reason = "shared")]
+mod api_proxy;
 #[path = "../support/db.rs"]
 #[allow(dead_code, reason = "shared")]
 mod db;
+#[path = "../support/program.rs"]
+#[allow(dead_code, reason = "shared")]
+mod program;
+#[path = "../support/sink.rs"]
+#[allow(dead_code, reason = "shared")]
+mod sink;
+#[path = "../support/site.rs"]
+#[allow(dead_code, reason = "shared")]
+mod site;
+#[path = "../support/smtp.rs"]
+#[allow(dead_code, reason = "shared")]
+mod smtp;
+#[path = "../support/stores.rs"]
+#[allow(dead_code, reason = "shared")]
+mod stores;
+#[path = "../support/wait.rs"]
+mod wait;
 mod autoscaling;
+mod monitoring;
 mod network;
 
 // --- running the tools -------------------------------------------------------------------------------------------------

@@ -59,6 +59,11 @@ impl Program {
         std::fs::read_to_string(self.log.path().join("log")).expect("it is there")
     }
 
+    /// Where it serves HTTP.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
     pub fn id(&self) -> u32 {
         self.child.id()
     }
