@@ -33,6 +33,8 @@ mod smtp;
 mod stores;
 #[path = "../support/wait.rs"]
 mod wait;
+
+mod admission;
 mod autoscaling;
 mod monitoring;
 mod network;

@@ -19,6 +19,11 @@
 {{- printf "%s:%s-%s" .root.Release.Namespace (include "jobrequest.fullname" .root) .suffix }}
 {{- end }}
 
+{{- /* The same for policies, whose names may hold no colon. */ -}}
+{{- define "jobrequest.policyName" -}}
+{{- printf "%s.%s.%s" .suffix (include "jobrequest.fullname" .root) .root.Release.Namespace }}
+{{- end }}
+
 {{- define "jobrequest.controller.serviceAccountName" -}}
 {{- with .Values.controller.serviceAccount }}
 {{- if .create }}
