@@ -38,6 +38,7 @@ mod admission;
 mod autoscaling;
 mod monitoring;
 mod network;
+mod secrets;
 
 // --- running the tools -------------------------------------------------------------------------------------------------
 
@@ -207,6 +208,7 @@ fn every_setting_reaches_the_program_that_reads_it() {
         ("JOBREQUEST_HTTP_ADDR", "[::]:9090"),
         ("JOBREQUEST_LOG", "info,jobrequest=debug"),
         ("JOBREQUEST_LOG_FORMAT", "text"),
+        ("PGSSLROOTCERT", "/etc/jobrequest/ca/ca.crt"),
     ];
     let controller = [
         ("JOBREQUEST_WATCH_NAMESPACES", "a,b"),
@@ -215,6 +217,7 @@ fn every_setting_reaches_the_program_that_reads_it() {
     ];
     let worker = [
         ("JOBREQUEST_POLL_SECONDS", "1"),
+        ("JOBREQUEST_EXTRA_CA_FILE", "/etc/jobrequest/ca/ca.crt"),
         ("JOBREQUEST_EGRESS_ALLOW", "10.1.0.0/16,fd00::/8"),
         ("JOBREQUEST_EGRESS_DENY", "10.1.2.3/32"),
     ];
@@ -261,12 +264,15 @@ fn every_setting_reaches_the_program_that_reads_it() {
 fn the_program_knows_every_variable_and_can_use_every_value() {
     let program = env!("CARGO_BIN_EXE_jobrequest");
     let directory = tempfile::tempdir().unwrap();
+    let roots = directory.path().join("ca.crt");
+    std::fs::write(&roots, "").unwrap();
     // What the Secrets hold, and a place that this machine has.
     let meant = |name: &str, value: String| match name {
         "JOBREQUEST_SMTP_URL" => "smtps://user:password@mail.example.com".to_owned(),
         "JOBREQUEST_WEBHOOK_SECRET" => "sixteen letters and more".to_owned(),
         "JOBREQUEST_DATABASE_DIRECT_URL" => "postgres://host/database".to_owned(),
         "JOBREQUEST_OBJECT_STORE_URL" if value.starts_with("file:") => format!("file://{}", directory.path().display()),
+        "JOBREQUEST_EXTRA_CA_FILE" => roots.display().to_string(),
         _ => value,
     };
     let longest = [

@@ -128,6 +128,55 @@ blocks are filled up key by key.
 {{- end }}
 {{- end }}
 
+{{- /* Roots to trust, in a ConfigMap or a Secret. Give (dict "root" $). */ -}}
+{{- define "jobrequest.caBundle.enabled" -}}
+{{- if or .root.Values.caBundle.existingConfigMap .root.Values.caBundle.existingSecret }}true{{ end }}
+{{- end }}
+
+{{- define "jobrequest.caBundle.volume" -}}
+{{- with .root.Values.caBundle }}
+- name: ca-bundle
+  {{- if .existingConfigMap }}
+  configMap: {name: {{ .existingConfigMap }}, items: [{key: {{ .key }}, path: ca.crt}]}
+  {{- else }}
+  secret: {secretName: {{ .existingSecret }}, items: [{key: {{ .key }}, path: ca.crt}]}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "jobrequest.caBundle.mount" -}}
+- {name: ca-bundle, mountPath: /etc/jobrequest/ca, readOnly: true}
+{{- end }}
+
+{{- /* The Postgres client's own variable; a URL's sslrootcert wins. */ -}}
+{{- define "jobrequest.env.databaseRoots" -}}
+{{- if and .Values.caBundle.database (include "jobrequest.caBundle.enabled" (dict "root" .)) }}
+- {name: PGSSLROOTCERT, value: /etc/jobrequest/ca/ca.crt}
+{{- end }}
+{{- end }}
+
+{{- /*
+Programs read Secrets when they start, so Pods have to be replaced when one changes: an annotation holds the versions of the
+Secrets that a Pod reads, as they are when the release is installed or upgraded. Versions, not a hash of the contents, from
+which a weak password could be guessed. Where Helm only renders (helm template, Argo CD) there is nothing to look up and no
+annotation. Give (dict "root" $ "secrets" <names> "configMaps" <names>).
+*/ -}}
+{{- define "jobrequest.secretVersions" -}}
+{{- $versions := list }}
+{{- if .root.Values.rollOnSecretChange }}
+{{- range $kind, $names := dict "Secret" .secrets "ConfigMap" .configMaps }}
+{{- range $names | compact | uniq | sortAlpha }}
+{{- with lookup "v1" $kind $.root.Release.Namespace . }}
+{{- $versions = append $versions (printf "%s/%s/%s" $kind .metadata.name .metadata.resourceVersion) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- with $versions }}
+jobrequest.dev/secret-versions: {{ join "," . | sha256sum | trunc 16 }}
+{{- end }}
+{{- end }}
+
 {{- define "jobrequest.env.log" -}}
 - {name: JOBREQUEST_LOG, value: {{ .Values.settings.log | quote }}}
 - {name: JOBREQUEST_LOG_FORMAT, value: {{ .Values.settings.logFormat | quote }}}
@@ -136,6 +185,7 @@ blocks are filled up key by key.
 {{- /* int64, because Helm reads numbers as floats and would write 1000000 as 1e+06. */ -}}
 {{- define "jobrequest.env.common" -}}
 {{ include "jobrequest.env.database" . }}
+{{- include "jobrequest.env.databaseRoots" . }}
 {{ include "jobrequest.env.log" . }}
 {{- with .Values.settings }}
 - {name: JOBREQUEST_INSTALL, value: {{ .install | quote }}}
@@ -207,6 +257,9 @@ blocks are filled up key by key.
 {{- end }}
 {{- end }}
 {{- end }}
+{{- if include "jobrequest.caBundle.enabled" . }}
+- {name: JOBREQUEST_EXTRA_CA_FILE, value: /etc/jobrequest/ca/ca.crt}
+{{- end }}
 {{- with .root.Values.egress.allow }}
 - {name: JOBREQUEST_EGRESS_ALLOW, value: {{ join "," . | quote }}}
 {{- end }}
@@ -240,6 +293,9 @@ After a roll-back the older program runs on the newer schema; the next migration
     {{- else }}
     {{- include "jobrequest.env.database" .root | nindent 4 }}
     {{- end }}
+    {{- with include "jobrequest.env.databaseRoots" .root | trim }}
+    {{- . | nindent 4 }}
+    {{- end }}
     {{- include "jobrequest.env.log" .root | nindent 4 }}
   resources:
     {{- toYaml .root.Values.migrate.resources | nindent 4 }}
@@ -247,6 +303,9 @@ After a roll-back the older program runs on the newer schema; the next migration
     {{- toYaml .root.Values.securityContext | nindent 4 }}
   volumeMounts:
     - {name: tmp, mountPath: /tmp}
+    {{- if include "jobrequest.caBundle.enabled" . }}
+    {{- include "jobrequest.caBundle.mount" . | nindent 4 }}
+    {{- end }}
     {{- with .volumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
