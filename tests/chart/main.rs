@@ -36,6 +36,7 @@ mod wait;
 
 mod admission;
 mod autoscaling;
+mod check;
 mod monitoring;
 mod network;
 mod secrets;
@@ -44,7 +45,7 @@ mod secrets;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 /// The value sets of the chart's ci/ directory: between them every value is used.
-const VALUE_SETS: [&str; 3] = ["minimal", "namespaced", "all"];
+const VALUE_SETS: [&str; 4] = ["minimal", "ha", "namespaced", "all"];
 
 fn run(program: &str, args: &[&str], stdin: &str) -> Output {
     let child =
@@ -390,7 +391,7 @@ fn names_and_labels_fit_whatever_the_release_is_called() {
 // --- migrations and the CRD ------------------------------------------------------------------------------------------------
 
 #[test]
-fn nothing_is_a_hook_and_the_migration_goes_with_the_pods() {
+fn no_install_waits_for_a_hook_and_the_migration_goes_with_the_pods() {
     for (mode, expected) in [("InitContainer", (2, 0)), ("Job", (0, 1)), ("None", (0, 0))] {
         let objects = render("minimal", &[&format!(r#"migrate.mode="{mode}""#)]);
         let in_pods =
@@ -398,11 +399,10 @@ fn nothing_is_a_hook_and_the_migration_goes_with_the_pods() {
         let in_pods = in_pods.filter(|container| container["args"] == json!(["migrate"])).count();
         assert_eq!((in_pods, of_kind(&objects, "Job").count()), expected, "{mode}");
         for object in &objects {
-            let annotations = object["metadata"]["annotations"].to_string();
-            assert!(
-                !annotations.contains("helm.sh/hook") && !annotations.contains("argocd.argoproj.io"),
-                "{annotations}"
-            );
+            let annotations = &object["metadata"]["annotations"];
+            let hook = &annotations["helm.sh/hook"];
+            assert!(hook.is_null() || hook == "test", "{annotations}: only what `helm test` runs");
+            assert!(!annotations.to_string().contains("argocd.argoproj.io"), "{annotations}");
         }
     }
 }
@@ -474,7 +474,8 @@ type Right = (String, String, String, String, Where);
 /// The rules that bindings of the controller's ServiceAccount grant, one by one.
 fn granted(objects: &[Value], account: &str, watched: &[&str]) -> BTreeSet<Right> {
     let mut rights = BTreeSet::new();
-    for binding in objects.iter().filter(|object| object["roleRef"].is_object()) {
+    let bindings = objects.iter().filter(|object| object["roleRef"].is_object());
+    for binding in bindings.filter(|binding| binding["metadata"]["annotations"]["helm.sh/hook"].is_null()) {
         assert_eq!(binding["subjects"], json!([{"kind": "ServiceAccount", "name": account, "namespace": "system"}]));
         let (role, namespace) = (&binding["roleRef"], &binding["metadata"]["namespace"]);
         let role = objects.iter().find(|object| {
@@ -517,7 +518,9 @@ fn the_controller_may_do_what_it_does_and_nothing_else() {
         });
         let objects = render(values, &[]);
         assert_eq!(granted(&objects, "jobrequest-controller", &watched), BTreeSet::from(expected), "{values}");
-        let bound = of_kind(&objects, "RoleBinding").filter_map(|binding| binding["metadata"]["namespace"].as_str());
+        let bound =
+            of_kind(&objects, "RoleBinding").filter(|binding| binding["subjects"][0]["name"] != "jobrequest-test");
+        let bound = bound.filter_map(|binding| binding["metadata"]["namespace"].as_str());
         let bound: BTreeSet<_> = bound.filter(|namespace| *namespace != "system").collect();
         assert_eq!(bound, watched.into_iter().collect(), "rights in every watched namespace");
     }
@@ -627,10 +630,17 @@ fn the_api_server_takes_every_object_and_pod_security_every_pod() {
         ("minimal", &[][..]),
         ("minimal", &[r#"migrate.mode="Job""#]),
         ("namespaced", &[&watched]),
+        ("ha", &[]),
         ("all", &[]),
         ("all", &[&watched, r#"migrate.mode="InitContainer""#]),
     ] {
         let yaml = template(values, home, sets, &[]).unwrap();
+        // A Pod's account must be there.
+        let accounts: Vec<_> = objects(&yaml).into_iter().filter(|object| object["kind"] == "ServiceAccount").collect();
+        kubectl(
+            &["apply", "--server-side", "-f", "-"],
+            &json!({"apiVersion": "v1", "kind": "List", "items": accounts}).to_string(),
+        );
         let taken = kubectl(&apply, &yaml);
         assert_eq!(taken.lines().count(), objects(&yaml).len(), "{values} {sets:?}: {taken}");
     }

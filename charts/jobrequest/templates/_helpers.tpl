@@ -216,6 +216,13 @@ jobrequest.dev/secret-versions: {{ join "," . | sha256sum | trunc 16 }}
 {{- if or (not .pool.kinds) (has .kind .pool.kinds) }}true{{ end }}
 {{- end }}
 
+{{- /* Whether some pool runs a kind. Give (dict "root" $ "kind" <kind>). */ -}}
+{{- define "jobrequest.serves" -}}
+{{- range .root.Values.workers }}
+{{- include "jobrequest.runs" (dict "pool" (include "jobrequest.pool" (dict "root" $.root "pool" .) | fromYaml) "kind" $.kind) }}
+{{- end }}
+{{- end }}
+
 {{- /* A pool gets no secret of a kind that it doesn't run. Give (dict "root" $ "pool" <the pool with its defaults>). */ -}}
 {{- define "jobrequest.env.worker" -}}
 {{ include "jobrequest.env.common" .root }}
