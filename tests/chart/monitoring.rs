@@ -54,8 +54,10 @@ fn every_alert_names_its_place_in_the_runbook() {
     let elsewhere = r#"metrics.prometheusRule.runbookUrl="https://wiki.example.com/jobs""#;
     for (sets, page) in [(&[][..], "docs/operating.md"), (&[elsewhere], "https://wiki.example.com/jobs")] {
         for alert in alerts(&rules("minimal", sets)) {
-            let anchor = alert["alert"].as_str().unwrap().to_lowercase();
-            assert_eq!(alert["annotations"]["runbook_url"], format!("{page}#{anchor}"));
+            let name = alert["alert"].as_str().unwrap();
+            assert_eq!(alert["annotations"]["runbook_url"], format!("{page}#{}", name.to_lowercase()));
+            let section = format!("\n### {name}\n");
+            assert!(include_str!("../../docs/operating.md").contains(&section), "the runbook says nothing of {name}");
             assert!(["critical", "warning"].contains(&alert["labels"]["severity"].as_str().unwrap()));
         }
     }
