@@ -11,6 +11,7 @@ mod back_off;
 mod brake;
 mod cluster;
 mod count;
+mod definition;
 mod events;
 mod fence;
 mod gate;
@@ -259,6 +260,9 @@ impl Leading {
         let telling = Beating(health.beat("events", SILENCE));
         let writing = news.run(telling.0.clone());
         loops.spawn(async move { match writing.await {} });
+        let defining = Beating(health.beat("definition", SILENCE));
+        let definition = definition::watch(client.clone(), health.part("definition"), defining.0.clone());
+        loops.spawn(async move { match definition.await {} });
 
         let share = u16::try_from(usize::from(*concurrency).div_ceil(streams.len())).unwrap_or(1);
         let controllers = streams.into_iter().map(|stream| {

@@ -118,15 +118,19 @@ async fn nothing_is_lost_or_run_twice_when_postgres_is_away_for_20_seconds() {
     assert_eq!(site.count_rows().await, 5 + 5 + 10 + 20 + 2 + 20);
 }
 
+async fn install_the_crd(site: &Site) {
+    site.kubectl(
+        &["apply", "--server-side", "--force-conflicts", "-f", concat!(env!("CARGO_MANIFEST_DIR"), "/crds")],
+        "",
+    )
+    .await;
+    site.kubectl(&["wait", "--for=condition=Established", "crd/jobrequests.jobrequest.dev", "--timeout=30s"], "").await;
+}
+
 #[tokio::test]
 async fn the_controller_goes_on_when_the_api_server_is_back_and_statuses_agree_with_rows() {
     let stores = Stores::own(&["etcd", "kube-apiserver"]).await;
-    let site = Site::prepared(stores, async |site| {
-        site.kubectl(&["apply", "--server-side", "-f", concat!(env!("CARGO_MANIFEST_DIR"), "/crds")], "").await;
-        site.kubectl(&["wait", "--for=condition=Established", "crd/jobrequests.jobrequest.dev", "--timeout=30s"], "")
-            .await;
-    })
-    .await;
+    let site = Site::prepared(stores, install_the_crd).await;
     let direct = site.stores.kubeconfig.display().to_string();
     let controller = site.controller().set("KUBECONFIG", direct).start().await;
     let _worker = site.worker().start().await;
@@ -305,4 +309,23 @@ async fn a_deleted_resource_is_let_go_without_the_database_where_a_person_says_s
     })
     .await;
     drop(controller);
+}
+
+#[tokio::test]
+async fn a_crd_that_is_older_than_the_controller_is_named_with_what_it_lacks() {
+    let stores = Stores::own(&["etcd", "kube-apiserver"]).await;
+    let site = Site::prepared(stores, install_the_crd).await;
+    let field = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/suspend";
+    let older = json!([{"op": "remove", "path": field}]).to_string();
+    site.kubectl(&["patch", "crd", "jobrequests.jobrequest.dev", "--type=json", "--patch", &older], "").await;
+    let direct = site.stores.kubeconfig.display().to_string();
+    let controller = site.controller().set("KUBECONFIG", direct).launch();
+    until("it says so", PATIENCE, async || match controller.get("/readyz").await {
+        (503, text) if text.contains("definition: not ready: ") && text.contains("spec.suspend") => Ok(()),
+        answer => Err(format!("{answer:?}")),
+    })
+    .await;
+    assert_eq!(controller.get("/healthz").await.0, 200, "a restart would not help");
+    install_the_crd(&site).await;
+    controller.until("/readyz", 200).await;
 }
