@@ -7,11 +7,15 @@ use jobrequest::job::{PastAttempt, Status};
 use jobrequest::queue::{Queue, Settings};
 use serde::Deserialize;
 use serde_json::Value;
+use sqlx::postgres::types::Oid;
+use sqlx::postgres::{PgConnectOptions, PgTypeInfo};
 use sqlx::types::Json;
+use sqlx::{AssertSqlSafe, Executor, SqlSafeStr};
 use uuid::Uuid;
 
 use crate::support::db::Database;
 use crate::support::proxy::Proxy;
+use crate::teeth::{Guard, Saboteur};
 
 pub type Time = DateTime<Utc>;
 
@@ -77,6 +81,7 @@ pub struct Lab {
     pub proxy: Proxy,
     /// The same by way of the proxy.
     pub deaf: [Queue; 2],
+    saboteur: Option<Saboteur>,
 }
 
 /// How long a transaction may stay open that nobody uses any more.
@@ -95,6 +100,12 @@ pub fn settings(install: usize) -> Settings {
     }
 }
 
+/// Straight, and by way of the proxy.
+fn queues(way: &PgConnectOptions, proxy: &Proxy) -> ([Queue; 2], [Queue; 2]) {
+    let by = |way: PgConnectOptions| [0, 1].map(|install| Queue::new(way.clone(), settings(install)));
+    (by(way.clone()), by(proxy.options(way.clone())))
+}
+
 impl Lab {
     pub async fn new() -> Self {
         let db = Database::new().await;
@@ -103,10 +114,38 @@ impl Lab {
             "DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET synchronous_commit = off', current_database()); END $$",
         )
         .await;
-        let proxy = Proxy::before(&db.options()).await;
-        let queues = [0, 1].map(|install| Queue::new(db.options(), settings(install)));
-        let deaf = [0, 1].map(|install| Queue::new(proxy.options(db.options()), settings(install)));
-        Self { db, queues, proxy, deaf }
+        Self::by(db.options(), db, None).await
+    }
+
+    /// With somebody in the way who can take guards out of the queues' statements.
+    pub async fn with_saboteur() -> Self {
+        let Self { db, .. } = Self::new().await;
+        let saboteur = Saboteur::before(&db.options()).await;
+        Self::by(saboteur.options(), db, Some(saboteur)).await
+    }
+
+    async fn by(way: PgConnectOptions, db: Database, saboteur: Option<Saboteur>) -> Self {
+        let proxy = Proxy::before(&way).await;
+        let (queues, deaf) = queues(&way, &proxy);
+        Self { db, queues, proxy, deaf, saboteur }
+    }
+
+    pub fn saboteur(&self) -> &Saboteur {
+        self.saboteur.as_ref().expect("made with one")
+    }
+
+    /// From now on the queues' statements lack this and nothing else.
+    pub fn take_out(&mut self, guard: Guard) {
+        self.saboteur().take_out(guard);
+        // Statements are prepared once for each connection.
+        (self.queues, self.deaf) = queues(&self.saboteur().options(), &self.proxy);
+    }
+
+    /// Postgres reads this statement, with arguments of these types, and finds nothing wrong.
+    pub async fn prepares(&self, sql: &str, types: &[Oid]) -> Result<(), sqlx::Error> {
+        let types: Vec<PgTypeInfo> = types.iter().copied().map(PgTypeInfo::with_oid).collect();
+        let mut connection = self.db.connect().await;
+        connection.prepare_with(AssertSqlSafe(sql).into_sql_str(), &types).await.map(drop)
     }
 
     /// Forgets the case before. The time it is now.

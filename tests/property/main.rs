@@ -14,16 +14,17 @@
 //! it takes from the rows, once it is seen to be within the rules: a time must lie within its step.
 //!
 //! Bounds: up to 7 jobs at the start, then 1 to 39 parts, a part being one step or a few that belong together; 3
-//! workers, 3 kinds, 8 resources in 2 namespaces, 2 keys, batches of at most 7. Steps follow one another: what two sessions do at once is
+//! workers, 3 kinds, 8 resources in 2 namespaces, 2 keys, batches of at most 24. Steps follow one another: what two sessions do at once is
 //! shown by `tests/queue_*.rs` and, over all orders, by `tests/model/`; what a broken connection does to each operation
 //! by `tests/queue_faults/`. Left out, too: what is refused before it is sent (payloads, ranges), rows that can't be
 //! read, payloads left out of a claim, the orphan sweep's questions, notifications, and `updated_at`.
 //!
 //! A case's sequence follows from its seed. A failure names the seed and the shortest sequence found; with
 //! `PROPTEST_RNG_SEED` set to it and `PROPTEST_CASES=1` the same case runs again. `PROPTEST_CASES` is the number of
-//! cases, 2,000 if it is not set.
+//! cases, 2,000 if it is not set. That it finds what is wrong is shown by `teeth.rs`.
 
 mod database;
+mod guards;
 mod job;
 mod model;
 mod ops;
@@ -31,9 +32,11 @@ mod people;
 mod steps;
 #[path = "../support/mod.rs"]
 mod support;
+mod teeth;
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use proptest::prelude::TestCaseError;
 use proptest::test_runner::{Config, RngSeed, TestError, TestRunner};
@@ -45,6 +48,11 @@ use steps::Case;
 use tokio::runtime::{Builder, Runtime};
 
 const CASES: u64 = 2_000;
+const SHORTEN_FOR: Duration = Duration::from_secs(120);
+
+fn cases() -> u64 {
+    std::env::var("PROPTEST_CASES").map_or(CASES, |cases| cases.parse().expect("PROPTEST_CASES is a number"))
+}
 
 async fn run(lab: &Lab, ops: &[Op]) -> Check {
     let mut case = Case::new(lab).await;
@@ -65,9 +73,9 @@ struct Bench {
 }
 
 impl Bench {
-    fn new() -> Self {
+    fn with(lab: impl Future<Output = Lab>) -> Self {
         let runtime = Builder::new_current_thread().enable_all().build().expect("a runtime");
-        let lab = Some(runtime.block_on(Lab::new()));
+        let lab = Some(runtime.block_on(lab));
         Self { runtime, lab, cases: 0 }
     }
 
@@ -75,8 +83,8 @@ impl Bench {
         self.lab.as_ref().expect("it is there until the end")
     }
 
-    /// Why the case fails, if it does, in the shortest sequence found within two minutes, and how to run it again.
-    fn failure_of(&mut self, seed: u64) -> Option<String> {
+    /// Why the case fails, if it does, in the shortest sequence found in that time, and how to run it again.
+    fn failure_of(&mut self, seed: u64, shorten_for: Duration) -> Option<String> {
         self.cases += 1;
         if self.cases.is_multiple_of(16) {
             self.runtime.block_on(self.lab().vacuum());
@@ -85,8 +93,8 @@ impl Bench {
             cases: 1,
             rng_seed: RngSeed::Fixed(seed),
             failure_persistence: None,
-            max_shrink_iters: 5_000,
-            max_shrink_time: 120_000,
+            max_shrink_iters: if shorten_for.is_zero() { 0 } else { 5_000 },
+            max_shrink_time: u32::try_from(shorten_for.as_millis()).expect("a few minutes"),
             ..Config::default()
         };
         let outcome = TestRunner::new(config).run(&sequence(), |ops| self.runtime.block_on(run(self.lab(), &ops)));
@@ -118,8 +126,7 @@ fn in_threads(work: impl Fn() + Sync) {
 
 #[test]
 fn every_sequence_of_operations_leaves_what_the_rules_say() {
-    let cases =
-        std::env::var("PROPTEST_CASES").map_or(CASES, |cases| cases.parse().expect("PROPTEST_CASES is a number"));
+    let cases = cases();
     let first_seed = match Config::default().rng_seed {
         RngSeed::Fixed(seed) => seed,
         RngSeed::Random => rand::random(),
@@ -127,13 +134,13 @@ fn every_sequence_of_operations_leaves_what_the_rules_say() {
     eprintln!("{cases} cases from seed {first_seed} on");
     let (next, failure) = (AtomicU64::new(0), Mutex::new(None));
     in_threads(|| {
-        let mut bench = Bench::new();
+        let mut bench = Bench::with(Lab::new());
         loop {
             let case = next.fetch_add(1, Ordering::SeqCst);
             if case >= cases {
                 break;
             }
-            if let Some(why) = bench.failure_of(first_seed.wrapping_add(case)) {
+            if let Some(why) = bench.failure_of(first_seed.wrapping_add(case), SHORTEN_FOR) {
                 next.store(cases, Ordering::SeqCst);
                 failure.lock().expect("not poisoned").get_or_insert(why);
             }

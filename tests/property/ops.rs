@@ -253,11 +253,16 @@ fn cause() -> impl Strategy<Value = Cause> {
     ]
 }
 
+fn succeeded() -> impl Strategy<Value = AttemptEnd> {
+    (0_u8..9).prop_map(|n| AttemptEnd::Succeeded(json!({ "n": n })))
+}
+
+fn unsuccessful() -> impl Strategy<Value = AttemptEnd> {
+    (cause(), of(0_u8..9), weighted(0.2, 0_u8..9)).prop_map(|(c, e, p)| failed(c, e, p))
+}
+
 fn end() -> impl Strategy<Value = AttemptEnd> {
-    prop_oneof![
-        1 => (0_u8..9).prop_map(|n| AttemptEnd::Succeeded(json!({ "n": n }))),
-        3 => (cause(), of(0_u8..9), weighted(0.2, 0_u8..9)).prop_map(|(c, e, p)| failed(c, e, p)),
-    ]
+    prop_oneof![1 => succeeded(), 3 => unsuccessful()]
 }
 
 fn claim() -> impl Strategy<Value = Op> {
@@ -377,11 +382,36 @@ fn some() -> impl Strategy<Value = Vec<Op>> {
         let back = Op::Finish { ends: vec![(0, failed(Cause::HandBack, None, None))], way: Way::Together };
         vec![[all(), back]; times].concat()
     });
+    // A key outlives its row, and is asked for again.
+    let kept = (plain(), 0_u8..2, vec(number(), 1..4), vec(prop_oneof![enqueue(), enqueue_many()], 0..3)).prop_map(
+        move |(new, key, picks, asked)| {
+            let new = New { key: Some(key), ..new };
+            let first = Op::Enqueue { install: 0, new: new.clone(), heard: true };
+            let claim = Op::Claim { install: 0, worker: 0, kinds: vec![0, 1, 2], limit: 4, heard: true };
+            let ends = picks.into_iter().map(|pick| (pick, AttemptEnd::Succeeded(json!({})))).collect();
+            let done = Op::Finish { ends, way: Way::Together };
+            let purged = [Op::Pass { seconds: 3 * HOUR }, Op::Purge { install: 0 }];
+            let again = Op::Enqueue { install: 0, new, heard: true };
+            [vec![first, claim, done], purged.to_vec(), vec![again], asked].concat()
+        },
+    );
+    // So many ends at once go another way: those with a result, and those without.
+    let ends = prop_oneof![vec(succeeded(), 17..25), vec(unsuccessful(), 17..25)];
+    let bulk = (vec(plain(), 20..25), vec(number(), 0..3), ends).prop_map(|(new, late, ends)| {
+        let enqueue = Op::EnqueueMany { install: 0, new, heard: true };
+        let claim = Op::Claim { install: 0, worker: 0, kinds: vec![0, 1, 2], limit: 24, heard: true };
+        let late: Vec<Op> = late.into_iter().map(|job| Op::EndLease { job }).collect();
+        let ends = ends.into_iter().map(|end| (0, end)).collect();
+        let after = vec![Op::RecoverStale { install: 0 }, Op::Finish { ends, way: Way::Together }];
+        [vec![enqueue, claim], late, after].concat()
+    });
     prop_oneof![
         60 => one().prop_map(|op| vec![op]),
         1 => lost,
         4 => stale,
         1 => handed,
+        2 => kept,
+        1 => bulk,
     ]
 }
 
