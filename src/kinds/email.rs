@@ -10,6 +10,7 @@ mod address;
 mod message;
 mod session;
 mod settings;
+mod stream;
 #[cfg(test)]
 mod tests;
 

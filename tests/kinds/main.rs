@@ -3,6 +3,7 @@
 mod custom_kind;
 mod docs;
 mod email;
+mod hostile_mail;
 mod image;
 mod memory;
 #[path = "../support/sink.rs"]
@@ -12,6 +13,7 @@ mod sink;
 mod smtp;
 #[path = "../support/mod.rs"]
 mod support;
+mod tls;
 mod webhook;
 
 use std::sync::Arc;

@@ -3,22 +3,26 @@
 //! lettre's own transport gives up at the first refused recipient; here each RCPT has its answer. Of what a server says
 //! only the codes are kept: reply texts repeat addresses.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use lettre::Address;
 use lettre::transport::smtp::Error;
 use lettre::transport::smtp::authentication::Mechanism;
-use lettre::transport::smtp::client::{AsyncSmtpConnection, Certificate, TlsParameters};
+use lettre::transport::smtp::client::{AsyncSmtpConnection, AsyncTokioStream, Certificate, TlsParameters};
 use lettre::transport::smtp::commands::{Data, Mail, Rcpt};
 use lettre::transport::smtp::extension::{Extension, MailBodyParameter, MailParameter};
+use tokio::net::{TcpStream, lookup_host};
+use tokio::time::timeout;
 
 use super::settings::{SmtpSettings, Tls};
+use super::stream::{Bounded, Encrypted};
 use super::uncertain;
 use crate::kinds::Failure;
 
 /// How long a polite goodbye may take.
 const QUIT_WITHIN: Duration = Duration::from_secs(1);
-/// Less than any attempt's time, so that one dead address of a server with several costs little.
+/// For each address, so that one dead address of a server with several costs little.
 const CONNECT_WITHIN: Duration = Duration::from_secs(30);
 
 pub(super) struct Session {
@@ -52,11 +56,20 @@ impl Session {
             Tls::Upgraded => (None, Some(tls()?)),
             Tls::Implicit => (Some(tls()?), None),
         };
-        let server = (smtp.host.as_str(), smtp.port);
-        let mut connection =
-            AsyncSmtpConnection::connect_tokio1(server, Some(CONNECT_WITHIN), &smtp.hello_name, wrapped, None)
-                .await
-                .map_err(|error| broken("SmtpUnavailable", "the mail server can't be reached", &error))?;
+        let unavailable = |error: &Error| broken("SmtpUnavailable", "the mail server can't be reached", error);
+        let (tcp, peer) = connect(smtp).await?;
+        let stream: Box<dyn AsyncTokioStream> = match wrapped {
+            None => Box::new(Bounded::new(tcp, peer)),
+            Some(parameters) => {
+                let tls = Encrypted::over(tcp, parameters)
+                    .await
+                    .map_err(|error| broken("SmtpTlsFailed", "TLS with the mail server failed", &error))?;
+                Box::new(Bounded::new(tls, peer))
+            }
+        };
+        let mut connection = AsyncSmtpConnection::connect_with_transport(stream, &smtp.hello_name)
+            .await
+            .map_err(|error| unavailable(&error))?;
         if let Some(parameters) = starttls {
             if !connection.can_starttls() {
                 return Err(Failure::passing(
@@ -129,7 +142,7 @@ impl Session {
 
     /// Says goodbye if that takes no time. Nothing depends on it.
     pub(super) async fn quit(mut self) {
-        let _ = tokio::time::timeout(QUIT_WITHIN, self.connection.quit()).await;
+        let _ = timeout(QUIT_WITHIN, self.connection.quit()).await;
     }
 
     async fn step(&mut self, command: impl std::fmt::Display) -> Result<Answer, Failure> {
@@ -138,6 +151,23 @@ impl Session {
             Err(error) => answer(&error).ok_or_else(|| gone(&error)),
         }
     }
+}
+
+/// To the first address of the server that takes a connection.
+async fn connect(smtp: &SmtpSettings) -> Result<(TcpStream, SocketAddr), Failure> {
+    let failed = |why: &dyn std::fmt::Display| {
+        Failure::passing("SmtpUnavailable", format!("the mail server can't be reached: {why}"))
+    };
+    let addresses = lookup_host((smtp.host.as_str(), smtp.port)).await.map_err(|error| failed(&error))?;
+    let mut last = failed(&"its name has no address");
+    for address in addresses {
+        match timeout(CONNECT_WITHIN, TcpStream::connect(address)).await {
+            Ok(Ok(stream)) => return Ok((stream, address)),
+            Ok(Err(error)) => last = failed(&error),
+            Err(_) => last = failed(&"it did not answer in time"),
+        }
+    }
+    Err(last)
 }
 
 /// The server's own word, when the error is one.
