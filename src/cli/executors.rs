@@ -6,7 +6,7 @@ use clap::Args;
 
 use super::settings::named;
 use super::values::{self, Secret};
-use crate::kinds::egress::EgressPolicy;
+use crate::kinds::egress::{EgressPolicy, OriginLimit};
 use crate::kinds::email::SmtpSettings;
 use crate::kinds::image::ObjectStoreSettings;
 use crate::kinds::webhook::WebhookMasters;
@@ -33,6 +33,11 @@ pub(super) struct ExecutorArgs {
     #[arg(long, env = "JOBREQUEST_EGRESS_DENY", hide_env_values = true, value_name = "CIDRS", default_value = "")]
     #[arg(hide_default_value = true)]
     egress_deny: String,
+    /// How many jobs of one namespace a worker lets call one origin (scheme, host, port) at once, up to 1024; the others
+    /// are handed back at no cost and come again
+    #[arg(long, env = "JOBREQUEST_ORIGIN_CONCURRENCY", hide_env_values = true, value_name = "CALLS")]
+    #[arg(default_value = "8", value_parser = values::origin_limit)]
+    origin_concurrency: OriginLimit,
     /// Where pictures go: s3://bucket/prefix, gs://…, az://…, file:///directory. The store's own variables (AWS_…,
     /// GOOGLE_…, AZURE_…) are read too. If unset, a directory: $XDG_DATA_HOME/jobrequest/objects,
     /// ~/.local/share/jobrequest/objects, or jobrequest/objects in the directory for temporary files
@@ -60,6 +65,7 @@ impl ExecutorArgs {
             smtp_allow_plaintext,
             egress_allow,
             egress_deny,
+            origin_concurrency: origin_limit,
             object_store_url,
             webhook_secret,
             memory_budget_mib: memory_budget,
@@ -92,8 +98,16 @@ impl ExecutorArgs {
             .map(|file| std::fs::read(&file).map_err(|error| format!("{}: {error}", file.display())))
             .transpose()
             .map_err(named("JOBREQUEST_EXTRA_CA_FILE", "--extra-ca-file"))?;
-        let settings =
-            KindSettings { egress, smtp, object_store, webhook_masters, memory_budget, extra_roots, resolver: None };
+        let settings = KindSettings {
+            egress,
+            origin_limit,
+            smtp,
+            object_store,
+            webhook_masters,
+            memory_budget,
+            extra_roots,
+            resolver: None,
+        };
         Registry::builtin(&settings).map_err(|error| error.to_string())
     }
 }

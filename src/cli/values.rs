@@ -8,6 +8,7 @@ use sqlx::postgres::PgConnectOptions;
 use tracing_subscriber::EnvFilter;
 
 use crate::kinds::MemoryBudget;
+use crate::kinds::egress::OriginLimit;
 
 /// How log lines look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -34,6 +35,11 @@ pub(super) fn whole(text: &str, from: u64, to: u64) -> Result<u64, String> {
         Ok(number) if (from..=to).contains(&number) => Ok(number),
         _ => Err(format!("is not a whole number from {from} to {to}")),
     }
+}
+
+pub(super) fn origin_limit(text: &str) -> Result<OriginLimit, String> {
+    let calls = whole(text, 1, u64::from(OriginLimit::MAX))?;
+    Ok(OriginLimit::new(u16::try_from(calls).unwrap_or(OriginLimit::MAX)))
 }
 
 /// Seconds, with a fraction if wanted.

@@ -5,9 +5,11 @@
 //! checked, and the connection goes to a checked address, because the check happens inside the client's own resolver
 //! (a second answer of a rebinding server is checked again or never asked for). One deadline covers everything from
 //! DNS to the body's last byte, and only so many bytes of a body are read, counted as they arrive; nothing is
-//! decompressed. Endpoints that the operator sets (SMTP, object store) don't come through here.
+//! decompressed. An origin gets so many calls of a namespace at once, and none while it rests (`origins`). Endpoints that
+//! the operator sets (SMTP, object store) don't come through here.
 
 mod address;
+mod origins;
 #[cfg(test)]
 mod tests;
 
@@ -23,13 +25,18 @@ use tokio::time::Instant;
 use url::{Host, Url};
 
 pub use address::EgressPolicy;
+pub use origins::OriginLimit;
 
-use super::{Failure, SettingsError};
+use self::origins::{Call, Origins, Shown};
+use super::{Attempt, Failure, NO_NAMESPACE, SettingsError};
 
 /// The longest wait another server can ask for.
 pub(crate) const RETRY_AFTER_CAP: Duration = Duration::from_secs(3600);
 
 const MAX_URL_CHARS: usize = 2048;
+
+/// So that a host that answers nothing at all is known for one that can't be reached.
+const CONNECT_WITHIN: Duration = Duration::from_secs(10);
 
 /// Ports on which no web server is called, because something else that understands stray HTTP may listen: the "bad
 /// ports" of the WHATWG Fetch standard, section 2.9, mail among them.
@@ -45,6 +52,7 @@ const OTHER_PROTOCOLS: &[u16] = &[
 pub struct Egress {
     client: Client,
     policy: Arc<EgressPolicy>,
+    origins: Arc<Origins>,
 }
 
 /// What a server answered.
@@ -64,6 +72,7 @@ impl Egress {
     /// When the certificates can't be read or no TLS provider is installed.
     pub fn new(
         policy: EgressPolicy,
+        limit: OriginLimit,
         extra_roots: Option<&[u8]>,
         resolver: Option<Arc<dyn Resolve>>,
     ) -> Result<Self, SettingsError> {
@@ -74,6 +83,7 @@ impl Egress {
             .redirect(redirect::Policy::none())
             .referer(false)
             .no_proxy()
+            .connect_timeout(CONNECT_WITHIN)
             .pool_idle_timeout(Duration::from_secs(30))
             .user_agent(concat!("JobRequest/", env!("CARGO_PKG_VERSION")));
         if let Some(pem) = extra_roots {
@@ -84,7 +94,24 @@ impl Egress {
         let client = builder
             .build()
             .map_err(|e| SettingsError::new(format!("the HTTP client can't start: {}", root_cause(&e))))?;
-        Ok(Self { client, policy })
+        Ok(Self { client, policy, origins: Arc::new(Origins::new(limit)) })
+    }
+
+    /// As [`Self::send`] until the attempt's time is nearly over, when its origin has room for its namespace.
+    ///
+    /// # Errors
+    /// Those of [`Self::send`]; handed back `OriginBusy` or `OriginResting`, and then nothing was sent.
+    pub(crate) async fn call(&self, attempt: &Attempt, request: Request, limit: usize) -> Result<Reply, Failure> {
+        let call = self.enter(attempt, request.url()).await?;
+        let outcome = self.send(request, limit, attempt.soft_deadline()).await;
+        call.shows(Shown::by(outcome.as_ref()));
+        outcome
+    }
+
+    async fn enter(&self, attempt: &Attempt, url: &Url) -> Result<Call, Failure> {
+        self.check(url)?;
+        let namespace = attempt.namespace.as_deref().unwrap_or(NO_NAMESPACE);
+        self.origins.enter(namespace, url, attempt.remaining() / 2).await
     }
 
     /// Sends a request and reads up to `limit` bytes of the answer, all before `deadline`.
@@ -108,29 +135,32 @@ impl Egress {
         self.policy.check(literal).map_err(|what| Refused { what }.into())
     }
 
-    /// As [`Self::send`], with a body of an accepted status only, and none of it read before `room` has given some for
+    /// As [`Self::call`], with a body of an accepted status only, and none of it read before `room` has given some for
     /// its length; none when the server doesn't say it.
     ///
     /// # Errors
-    /// Those of [`Self::send`], of [`Reply::accepted`] and of `room`.
+    /// Those of [`Self::call`], of [`Reply::accepted`] and of `room`.
     pub(crate) async fn download<R>(
         &self,
+        attempt: &Attempt,
         request: Request,
         limit: usize,
-        deadline: Instant,
         room: impl AsyncFnOnce(Option<u64>) -> Result<R, Failure>,
     ) -> Result<(Reply, R), Failure> {
-        self.check(request.url())?;
+        let call = self.enter(attempt, request.url()).await?;
         let exchange = async {
-            let mut response = self.client.execute(request).await.map_err(failure)?;
+            let response = self.client.execute(request).await.map_err(failure);
+            let mut response = response.inspect_err(|failure| call.shows(Shown::by(Err(failure))))?;
             let length = response.content_length();
-            let mut reply = Reply::head(&mut response).accepted()?;
+            let reply = Reply::head(&mut response);
+            call.shows(Shown::by(Ok(&reply)));
+            let mut reply = reply.accepted()?;
             let room = room(length).await?;
             let known = length.and_then(|length| usize::try_from(length).ok());
             reply.read(&mut response, known.map_or(limit, |length| length.min(limit))).await?;
             Ok((reply, room))
         };
-        tokio::time::timeout_at(deadline, exchange).await.unwrap_or_else(|_| Err(timed_out()))
+        tokio::time::timeout_at(attempt.soft_deadline(), exchange).await.unwrap_or_else(|_| Err(timed_out()))
     }
 
     async fn exchange(&self, request: Request, limit: usize) -> Result<Reply, Failure> {
@@ -182,6 +212,23 @@ impl Reply {
             Some(delay) => Failure::retry_after(delay, "ServerBusy", message),
             None => Failure::passing("ServerBusy", message),
         })
+    }
+}
+
+impl Shown {
+    /// What the outcome of a call says of its origin.
+    fn by(outcome: Result<&Reply, &Failure>) -> Self {
+        match outcome {
+            Ok(reply) if matches!(reply.status.as_u16(), 429 | 503) => {
+                retry_after(&reply.headers, SystemTime::now()).map_or(Self::Answered, Self::Pause)
+            }
+            Ok(_) => Self::Answered,
+            Err(failure) => match failure.reason {
+                "ConnectFailed" => Self::Refused,
+                "RequestFailed" => Self::Answered,
+                _ => Self::Nothing,
+            },
+        }
     }
 }
 

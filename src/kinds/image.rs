@@ -118,7 +118,7 @@ impl ResizeImage {
             return Ok(Source { bytes, _room: room });
         }
         let request = Request::new(Method::GET, source);
-        let (reply, room) = self.egress.download(request, MAX_SOURCE_BYTES, attempt.soft_deadline(), room).await?;
+        let (reply, room) = self.egress.download(attempt, request, MAX_SOURCE_BYTES, room).await?;
         if reply.truncated { Err(too_large(MAX_SOURCE_BYTES)) } else { Ok(Source { bytes: reply.body, _room: room }) }
     }
 

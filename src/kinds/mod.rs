@@ -273,10 +273,18 @@ impl Registry {
     /// # Errors
     /// When a setting can't be used: certificates that can't be read, no TLS provider.
     pub fn builtin(settings: &KindSettings) -> Result<Self, SettingsError> {
-        let KindSettings { egress, smtp, object_store, webhook_masters, memory_budget, extra_roots, resolver } =
-            settings.clone();
+        let KindSettings {
+            egress,
+            origin_limit,
+            smtp,
+            object_store,
+            webhook_masters,
+            memory_budget,
+            extra_roots,
+            resolver,
+        } = settings.clone();
         let extra_roots = extra_roots.as_deref();
-        let egress = egress::Egress::new(egress, extra_roots, resolver)?;
+        let egress = egress::Egress::new(egress, origin_limit, extra_roots, resolver)?;
         let pool = cpu::Pool::new(memory_budget);
         Ok(Self::new()
             .with(email::SendEmail::new(smtp, extra_roots)?)

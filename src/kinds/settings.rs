@@ -5,7 +5,7 @@ use std::sync::Arc;
 use reqwest::dns::Resolve;
 
 use super::cpu::MemoryBudget;
-use super::egress::EgressPolicy;
+use super::egress::{EgressPolicy, OriginLimit};
 use super::email::SmtpSettings;
 use super::image::ObjectStoreSettings;
 use super::webhook::WebhookMasters;
@@ -14,6 +14,8 @@ use super::webhook::WebhookMasters;
 #[derive(Clone, Default)]
 pub struct KindSettings {
     pub egress: EgressPolicy,
+    /// Of one namespace, at one origin, in this process.
+    pub origin_limit: OriginLimit,
     /// Without it `send_email` waits for it, with a passing `NotConfigured`.
     pub smtp: Option<SmtpSettings>,
     /// Without it `resize_image` waits for it, with a passing `NotConfigured`.

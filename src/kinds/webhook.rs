@@ -84,7 +84,7 @@ impl WebhookDelivery {
         *request.body_mut() = Some(body.into());
 
         let started = Instant::now();
-        let reply = self.egress.send(request, MAX_ANSWER_BYTES, attempt.soft_deadline()).await?.accepted()?;
+        let reply = self.egress.call(attempt, request, MAX_ANSWER_BYTES).await?.accepted()?;
         Ok(json!({
             "status": reply.status.as_u16(),
             "attempts": attempt.number,

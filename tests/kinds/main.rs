@@ -2,10 +2,13 @@
 
 mod custom_kind;
 mod docs;
+mod egress;
 mod email;
+mod hostile;
 mod hostile_mail;
 mod image;
 mod memory;
+mod origins;
 #[path = "../support/sink.rs"]
 #[allow(dead_code, reason = "shared")]
 mod sink;

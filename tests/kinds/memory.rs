@@ -17,7 +17,7 @@ const MIB: u64 = 1024 * 1024;
 /// Of it 32 MiB are for what is fetched. The rest has room for one of the larger pictures at a time.
 const BUDGET_MIB: u64 = 208;
 /// Stacks, pools, buffers of sockets: what a worker takes more when it works than when it has just started.
-const BESIDE_MIB: u64 = 48;
+pub const BESIDE_MIB: u64 = 48;
 const JOBS: usize = 8;
 const PATIENCE: Duration = Duration::from_secs(300);
 
@@ -52,7 +52,7 @@ fn pictures() -> Vec<Vec<u8>> {
 }
 
 /// In KiB: the most that the process has had in memory so far.
-fn peak_kib(worker: &Program) -> u64 {
+pub fn peak_kib(worker: &Program) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{}/status", worker.id())).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
     line.trim().trim_end_matches(" kB").parse().unwrap()

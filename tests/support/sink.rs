@@ -45,7 +45,11 @@ impl Sink {
 
     /// Answers `/file` with these bytes.
     pub async fn serving(file: Vec<u8>) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        Self::on(TcpListener::bind("127.0.0.1:0").await.unwrap(), file)
+    }
+
+    /// The same, where somebody has chosen the port.
+    pub fn on(listener: TcpListener, file: Vec<u8>) -> Self {
         let address = listener.local_addr().unwrap();
         let hits: Arc<Mutex<Vec<Hit>>> = Arc::default();
         let gates = watch::Sender::default();
