@@ -4,11 +4,13 @@
 //! namespace a `destination` belongs to whoever names it.
 
 mod blocks;
+mod colour;
 mod header;
 mod pixels;
 mod store;
 #[cfg(test)]
 mod tests;
+mod vp8l;
 
 use futures::FutureExt;
 use futures::future::BoxFuture;

@@ -8,6 +8,7 @@ mod hostile;
 mod hostile_mail;
 mod image;
 mod memory;
+mod mutations;
 mod origins;
 #[path = "../support/sink.rs"]
 #[allow(dead_code, reason = "shared")]

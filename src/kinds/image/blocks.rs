@@ -1,6 +1,8 @@
 //! What the blocks of a file say before anything in them is decoded: sizes and counts that the decoders keep to
 //! themselves. In constant memory, and never past the file's end.
 
+use super::vp8l;
+
 /// Bytes for the coefficients of a JPEG that can't be decoded row by row, because it is progressive or its components
 /// come one after the other: 0 for all others.
 ///
@@ -98,15 +100,20 @@ pub(super) struct Webp {
     pub(super) lossless: bool,
     /// Alpha beside a lossy frame.
     pub(super) alpha: bool,
+    /// What the code tables of both take.
+    pub(super) tables: u64,
 }
 
-pub(super) fn webp(file: &[u8]) -> Webp {
+pub(super) fn webp(file: &[u8], size: (u32, u32)) -> Webp {
     let mut found = Webp::default();
-    scan_webp(file.get(12..).unwrap_or_default(), &mut found, false);
+    scan_webp(file.get(12..).unwrap_or_default(), size, &mut found, None);
     found
 }
 
-fn scan_webp(mut rest: &[u8], found: &mut Webp, in_frame: bool) {
+/// `in_frame` says whether it is the first one. Of chunks of one kind the decoder takes the first, of frames too.
+fn scan_webp(mut rest: &[u8], size: (u32, u32), found: &mut Webp, in_frame: Option<bool>) {
+    let is_later = in_frame == Some(false);
+    let (mut lossless, mut alpha, mut frames) = (is_later, is_later, false);
     while let Some((head, data)) = rest.split_first_chunk::<8>() {
         let length = u32::from_le_bytes([head[4], head[5], head[6], head[7]]) as usize;
         match &head[..4] {
@@ -118,10 +125,27 @@ fn scan_webp(mut rest: &[u8], found: &mut Webp, in_frame: bool) {
                 let (width, height) = found.lossy.unwrap_or_default();
                 found.lossy = Some((width.max(side(6)), height.max(side(8))));
             }
-            b"VP8L" => found.lossless = true,
-            b"ALPH" => found.alpha = true,
+            b"VP8L" => {
+                found.lossless = true;
+                if !std::mem::replace(&mut lossless, true) {
+                    found.tables += vp8l::table_bytes(&data[..length.min(data.len())], size, false);
+                }
+            }
+            b"ALPH" => {
+                found.alpha = true;
+                let is_compressed = data.first().is_some_and(|flags| flags & 3 == 1);
+                if !std::mem::replace(&mut alpha, true) && is_compressed {
+                    found.tables += vp8l::table_bytes(&data[1..length.clamp(1, data.len())], size, true);
+                }
+            }
             // a frame of an animation: chunks of its own after 16 bytes
-            b"ANMF" if !in_frame => scan_webp(data.get(16..length.min(data.len())).unwrap_or_default(), found, true),
+            b"ANMF" if in_frame.is_none() => {
+                let is_first = !std::mem::replace(&mut frames, true);
+                let side = |at: usize| u32::from_le_bytes([data[at], data[at + 1], data[at + 2], 0]) + 1;
+                if let Some(chunks) = data.get(16..length.min(data.len())) {
+                    scan_webp(chunks, (side(6), side(9)), found, Some(is_first));
+                }
+            }
             _ => {}
         }
         let Some(after) = data.get(length.saturating_add(length % 2)..) else { return };

@@ -9,9 +9,10 @@ use image::codecs::png::PngDecoder;
 use image::codecs::webp::WebPDecoder;
 use image::metadata::Orientation;
 use image::{ColorType, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits};
+use moxcms::ColorProfile;
 
-use super::blocks;
 use super::pixels::{Fit, Format, Wanted};
+use super::{blocks, colour};
 use crate::kinds::Failure;
 
 /// Width times height of a source, decoded: a 50-megapixel camera.
@@ -21,8 +22,6 @@ const MAX_SOURCE_SIDE: u32 = 20_000;
 const MAX_METADATA_BYTES: u64 = 8 * 1024 * 1024;
 /// Rows, tables, stacks.
 const SMALL_THINGS: u64 = 4 * 1024 * 1024;
-/// The code tables of a lossless WebP, which no header tells of.
-const WEBP_TABLES: u64 = 32 * 1024 * 1024;
 
 #[derive(Debug)]
 pub(super) struct Header {
@@ -32,6 +31,8 @@ pub(super) struct Header {
     pub(super) color: ColorType,
     /// How the stored picture is to be turned.
     pub(super) orientation: Orientation,
+    /// Of its colours, where it has one.
+    pub(super) profile: Option<Box<ColorProfile>>,
     /// There are more frames than the first.
     pub(super) animated: bool,
     /// What decoding allocates beside the pixels it gives, the source itself aside.
@@ -71,6 +72,8 @@ impl Header {
         }
         // a picture whose orientation can't be read is shown as it is stored, as browsers do
         let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
+        // in a PNG it is compressed, and bounded by what a decoder may allocate
+        let profile = colour::profile(decoder.icc_profile().ok().flatten(), color.channel_count());
         drop(decoder);
         let damaged = || Failure::permanent("ImageInvalid", "the picture is damaged or incomplete");
         let (beside, animated) = match kind {
@@ -88,7 +91,7 @@ impl Header {
             }
             // WebP
             _ => {
-                let blocks::Webp { lossy, lossless, alpha } = blocks::webp(source);
+                let blocks::Webp { lossy, lossless, alpha, tables } = blocks::webp(source, (width, height));
                 // the decoder would find out after it has decoded it
                 if lossy.is_some_and(|(w, h)| w > width || h > height) {
                     return Err(damaged());
@@ -99,17 +102,17 @@ impl Header {
                 let beside = [
                     (lossy.is_some(), planes),
                     // decoded as four channels, of which one is kept
-                    (alpha, 5 * pixels + WEBP_TABLES),
+                    (alpha, 5 * pixels),
                     // four channels, of which three may be kept, and the images of its transforms
-                    (lossless, 5 * pixels + WEBP_TABLES),
+                    (lossless, 5 * pixels),
                     // the frame and what it is laid on
                     (animated, 8 * pixels),
                 ];
                 let beside: u64 = beside.iter().filter(|(is, _)| *is).map(|(_, bytes)| bytes).sum();
-                (source_bytes + beside, animated)
+                (source_bytes + tables + beside, animated)
             }
         };
-        Ok(Self { kind, width, height, color, orientation, animated, beside })
+        Ok(Self { kind, width, height, color, orientation, profile, animated, beside })
     }
 
     pub(super) fn plan(&self, wanted: Wanted) -> Plan {

@@ -1,6 +1,6 @@
 //! From the bytes of one picture to the bytes of another. Pure, and run on a blocking thread.
 //!
-//! Stages: decode, resize, turn upright, encode; the job can be stopped between them, and what a stage no longer needs is
+//! Stages: decode, resize, convert to sRGB, turn upright, encode; the job can be stopped between them, and what a stage no longer needs is
 //! freed before the next. Filtering is done on gamma-encoded values, as Pillow and browsers do, with a Lanczos-3 kernel
 //! and premultiplied alpha.
 
@@ -12,6 +12,7 @@ use image::codecs::jpeg::JpegEncoder;
 use image::codecs::webp::WebPEncoder;
 use image::{ColorType, DynamicImage, GrayAlphaImage, GrayImage, ImageDecoder, ImageFormat, RgbImage, RgbaImage};
 
+use super::colour;
 use super::header::{Header, Plan, describe};
 use crate::kinds::Failure;
 use crate::kinds::cpu::Stop;
@@ -87,6 +88,10 @@ pub(super) fn resize(source: impl AsRef<[u8]>, header: &Header, plan: &Plan, sto
     stop.check()?;
     let mut picture = scale(pixels, plan)?;
     stop.check()?;
+    if let Some(profile) = &header.profile {
+        colour::to_srgb(&mut picture, profile);
+        stop.check()?;
+    }
     picture.apply_orientation(header.orientation);
     let (width, height) = (picture.width(), picture.height());
     let bytes = encode(picture, plan.format)?;

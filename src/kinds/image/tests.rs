@@ -4,7 +4,9 @@ use std::io::{Cursor, Write};
 use std::sync::LazyLock;
 
 use ::image::codecs::gif::GifEncoder;
-use ::image::{DynamicImage, Frame, GrayImage, ImageBuffer, ImageFormat, Luma, Rgb, RgbImage, Rgba, RgbaImage};
+use ::image::{
+    DynamicImage, Frame, GrayImage, ImageBuffer, ImageEncoder, ImageFormat, Luma, Rgb, RgbImage, Rgba, RgbaImage,
+};
 use header::geometry;
 
 use crate::kinds::cpu::Stop;
@@ -186,6 +188,117 @@ fn a_grey_picture_stays_grey() {
     assert_eq!(picture.as_luma8().unwrap().get_pixel(1, 1).0, [77]);
 }
 
+/// What Display P3 shows, in sRGB, by the definitions of the two (IEC 61966-2-1; SMPTE EG 432-1 with sRGB's curve).
+fn p3_in_srgb(p3: [u8; 3]) -> [u8; 3] {
+    const P3_TO_SRGB: [[f64; 3]; 3] =
+        [[1.224_940, -0.224_940, 0.0], [-0.042_057, 1.042_057, 0.0], [-0.019_638, -0.078_636, 1.098_274]];
+    let linear = p3.map(|value| {
+        let value = f64::from(value) / 255.0;
+        if value <= 0.04045 { value / 12.92 } else { ((value + 0.055) / 1.055).powf(2.4) }
+    });
+    P3_TO_SRGB.map(|row| {
+        let value: f64 = row.iter().zip(linear).map(|(factor, value)| factor * value).sum();
+        let value = if value <= 0.003_130_8 { value * 12.92 } else { 1.055 * value.powf(1.0 / 2.4) - 0.055 };
+        (value.clamp(0.0, 1.0) * 255.0).round() as u8
+    })
+}
+
+fn with_profile(picture: impl Into<DynamicImage>, format: Format, profile: &moxcms::ColorProfile) -> Vec<u8> {
+    let (picture, mut bytes) = (picture.into(), Vec::new());
+    let profile = profile.encode().unwrap();
+    match format {
+        Format::Png => {
+            let mut encoder = ::image::codecs::png::PngEncoder::new(&mut bytes);
+            encoder.set_icc_profile(profile).unwrap();
+            picture.write_with_encoder(encoder).unwrap();
+        }
+        Format::Jpeg => {
+            let mut encoder = ::image::codecs::jpeg::JpegEncoder::new_with_quality(&mut bytes, 100);
+            encoder.set_icc_profile(profile).unwrap();
+            picture.write_with_encoder(encoder).unwrap();
+        }
+        Format::Webp => {
+            let mut encoder = ::image::codecs::webp::WebPEncoder::new_lossless(&mut bytes);
+            encoder.set_icc_profile(profile).unwrap();
+            picture.write_with_encoder(encoder).unwrap();
+        }
+    }
+    bytes
+}
+
+#[test]
+fn colours_of_a_profile_come_out_in_srgb_and_the_profile_is_left_out() {
+    let p3 = moxcms::ColorProfile::new_display_p3();
+    for format in [Format::Png, Format::Jpeg, Format::Webp] {
+        for colour in [[200, 100, 50], [60, 180, 90], [30, 60, 220], [128, 128, 128], [255, 255, 255], [0, 0, 0]] {
+            let source = with_profile(RgbImage::from_pixel(16, 16, Rgb(colour)), format, &p3);
+            let (result, picture) = resized(&source, (8, 8), Fit::Fill, Some(Format::Png));
+            let (is, wanted) = (picture.to_rgb8().get_pixel(4, 4).0, p3_in_srgb(colour));
+            assert!(is.iter().zip(wanted).all(|(is, wanted)| is.abs_diff(wanted) <= 3), "{is:?}, not {wanted:?}");
+            assert!(!result.bytes.windows(4).any(|four| four == b"iCCP"));
+        }
+    }
+    let clear = with_profile(RgbaImage::from_pixel(9, 9, Rgba([60, 180, 90, 128])), Format::Png, &p3);
+    let [r, g, b, alpha] = resized(&clear, (3, 3), Fit::Fill, None).1.to_rgba8().get_pixel(1, 1).0;
+    let wanted = p3_in_srgb([60, 180, 90]);
+    assert!([r, g, b].iter().zip(wanted).all(|(is, wanted)| is.abs_diff(wanted) <= 4) && alpha == 128);
+}
+
+/// CIE 1976 L*a*b* of sRGB, D65.
+fn lab(srgb: [u8; 3]) -> [f64; 3] {
+    const TO_XYZ: [[f64; 3]; 3] =
+        [[0.412_456, 0.357_576, 0.180_438], [0.212_673, 0.715_152, 0.072_175], [0.019_334, 0.119_192, 0.950_304]];
+    const WHITE: [f64; 3] = [0.950_47, 1.0, 1.088_83];
+    let linear = srgb.map(|value| {
+        let value = f64::from(value) / 255.0;
+        if value <= 0.04045 { value / 12.92 } else { ((value + 0.055) / 1.055).powf(2.4) }
+    });
+    let [x, y, z] = [0, 1, 2].map(|at| {
+        let share = TO_XYZ[at].iter().zip(linear).map(|(factor, value)| factor * value).sum::<f64>() / WHITE[at];
+        if share > 0.008_856 { share.cbrt() } else { 7.787 * share + 16.0 / 116.0 }
+    });
+    [116.0 * y - 16.0, 500.0 * (x - y), 200.0 * (y - z)]
+}
+
+#[test]
+fn colours_are_converted_as_pillow_converts_them() {
+    for (source, converted) in [
+        (
+            &include_bytes!("../../../tests/data/adobe_rgb.png")[..],
+            &include_bytes!("../../../tests/data/adobe_rgb_in_srgb.png")[..],
+        ),
+        (
+            &include_bytes!("../../../tests/data/lstar_rgb.png")[..],
+            &include_bytes!("../../../tests/data/lstar_rgb_in_srgb.png")[..],
+        ),
+    ] {
+        let ours = resized(source, (48, 48), Fit::Fill, Some(Format::Png)).1.to_rgb8();
+        let theirs = ::image::load_from_memory(converted).unwrap().to_rgb8();
+        let distance = |(one, other): (&Rgb<u8>, &Rgb<u8>)| {
+            lab(one.0).iter().zip(lab(other.0)).map(|(one, other)| (one - other).powi(2)).sum::<f64>().sqrt()
+        };
+        let mean = ours.pixels().zip(theirs.pixels()).map(distance).sum::<f64>() / (48.0 * 48.0);
+        println!("mean delta E {mean:.3}");
+        assert!(mean <= 2.0, "mean delta E {mean}");
+    }
+}
+
+#[test]
+fn a_grey_profile_is_kept_to_and_one_that_does_not_fit_or_is_damaged_is_passed_over() {
+    let linear = moxcms::ColorProfile::new_gray_with_gamma(1.0);
+    let source = with_profile(GrayImage::from_pixel(9, 9, Luma([55])), Format::Png, &linear);
+    let grey = resized(&source, (3, 3), Fit::Fill, None).1.to_luma8().get_pixel(1, 1).0[0];
+    // 55 / 255 of the light is 0.5 of sRGB's curve, or a hair more
+    assert!(grey.abs_diff(128) <= 2, "{grey}");
+    let p3 = moxcms::ColorProfile::new_display_p3();
+    let other = with_profile(GrayImage::from_pixel(9, 9, Luma([55])), Format::Png, &p3);
+    assert_eq!(resized(&other, (3, 3), Fit::Fill, None).1.to_luma8().get_pixel(1, 1).0, [55]);
+    let mut damaged = with_profile(RgbImage::from_pixel(9, 9, Rgb([60, 180, 90])), Format::Webp, &p3);
+    let at = damaged.windows(4).position(|four| four == b"acsp").unwrap();
+    damaged[at..at + 64].fill(0xff);
+    assert_eq!(resized(&damaged, (3, 3), Fit::Fill, None).1.to_rgb8().get_pixel(1, 1).0, [60, 180, 90]);
+}
+
 #[test]
 fn a_cmyk_jpeg_shows_its_colours() {
     let bytes = include_bytes!("../../../tests/data/cmyk.jpg");
@@ -218,6 +331,15 @@ fn bombs_scraps_and_strangers_are_refused_for_good() {
     assert_eq!(refused(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), "ImageUnsupported");
     assert_eq!(refused(b"BM\0\0\0\0"), "ImageUnsupported");
     assert_eq!(refused(&b"\xff\xd8\xff\xe0"[..]), "ImageInvalid");
+}
+
+#[test]
+fn the_code_tables_of_a_lossless_webp_count_before_it_is_decoded() {
+    let wanted = Wanted { size: (4, 4), fit: Fit::Fill, format: None };
+    assert_eq!(resize(&vp8l::tests::bomb(50), wanted).unwrap().width, 4, "it is a picture");
+    let header = Header::read(&vp8l::tests::bomb(3000)).unwrap();
+    let needed = header.peak_bytes(&header.plan(wanted));
+    assert!(needed > 200 * MIB, "30 KB that take {needed} bytes");
 }
 
 #[test]
