@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures::channel::mpsc::{UnboundedReceiver, UnboundedSender, unbounded};
-use futures::stream::BoxStream;
-use futures::{StreamExt, TryStreamExt};
+use futures::stream::{self, BoxStream};
+use futures::{Stream, StreamExt, TryStreamExt};
 use kube::api::ListParams;
 use kube::runtime::reflector::{self, ObjectRef, Store};
 use kube::runtime::utils::Backoff;
@@ -138,18 +138,39 @@ pub(super) fn start(client: &Client, namespaces: &[String], part: &Part) -> (Vec
                 part.not_ready(format!("watch: {error}"));
             })
             .backoff(BackOff::default())
-            .reflect(writer)
-            .applied_objects()
-            // The controller would hold up everything that is merged into its queue for a watch that fails.
-            .filter_map(|object| std::future::ready(object.ok()))
-            .map(Ok)
-            .boxed();
+            .reflect(writer);
+        let objects = once_cached(objects).map(Ok).boxed();
         let watch = Watch { namespace: namespace.cloned(), api, store: store.clone(), complete, answers, to };
         (watch, Streams { objects, store, triggered })
     };
     if namespaces.is_empty() { vec![one(None)] } else { namespaces.iter().map(|name| one(Some(name))).collect() }
         .into_iter()
         .unzip()
+}
+
+/// Hands an object on once the cache has it. A list is in the cache when it is whole; the controller drops what it is told of
+/// before that, and so a resource that was made while the watch was broken would never be seen.
+///
+/// Errors end here: the controller would hold up everything that is merged into its queue for a watch that fails.
+fn once_cached(
+    events: impl Stream<Item = Result<watcher::Event<JobRequest>, watcher::Error>>,
+) -> impl Stream<Item = JobRequest> {
+    let mut listed = Vec::new();
+    events.flat_map(move |event| {
+        stream::iter(match event {
+            Ok(watcher::Event::Apply(object)) => vec![object],
+            Ok(watcher::Event::InitDone) => std::mem::take(&mut listed),
+            Ok(watcher::Event::InitApply(object)) => {
+                listed.push(object);
+                Vec::new()
+            }
+            Ok(watcher::Event::Init) => {
+                listed.clear(); // of a list that broke off
+                Vec::new()
+            }
+            Ok(watcher::Event::Delete(_)) | Err(_) => Vec::new(),
+        })
+    })
 }
 
 /// Says when the API server is there: at the start, and again after a watch has failed. Asks nothing while all is well.
@@ -184,4 +205,49 @@ async fn look(watch: &Watch) -> Result<bool, String> {
         watch.answers.store(true, Ordering::SeqCst);
     }
     Ok(complete)
+}
+
+#[cfg(test)]
+mod tests {
+    use watcher::Event::{Apply, Delete, Init, InitApply, InitDone};
+
+    use super::*;
+    #[tokio::test]
+    async fn an_object_is_handed_on_once_the_cache_has_it() {
+        let named = |name: &str| -> JobRequest {
+            let resource = serde_json::json!({
+                "apiVersion": "jobrequest.dev/v1alpha1",
+                "kind": "JobRequest",
+                "metadata": {"name": name},
+                "spec": {"kind": "summarize_text"},
+            });
+            serde_json::from_value(resource).unwrap()
+        };
+        let events = [
+            Init,
+            InitApply(named("broken-off")),
+            Init,
+            InitApply(named("first")),
+            InitDone,
+            Apply(named("second")),
+            // The list of a watch that was broken, while "new" was made.
+            Init,
+            InitApply(named("first")),
+            InitApply(named("new")),
+            InitApply(named("second")),
+            InitDone,
+            Delete(named("first")),
+        ];
+        let (store, writer) = reflector::store();
+        let objects = once_cached(stream::iter(events.map(Ok)).reflect(writer));
+        let seen: Vec<String> = objects
+            .map(|object| {
+                let name = object.name_any();
+                assert!(store.get(&ObjectRef::new(&name)).is_some(), "{name} is not in the cache yet");
+                name
+            })
+            .collect()
+            .await;
+        assert_eq!(seen, ["first", "second", "first", "new", "second"]);
+    }
 }
